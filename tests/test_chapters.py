@@ -1,0 +1,125 @@
+"""Every chapter runs: at smoke from nothing, at desk from records with the recorded verdicts, and alone in Colab."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import build
+import nbformat
+import pytest
+
+CHAPTERS = build.chapters()
+each_chapter = pytest.mark.parametrize("notebook", CHAPTERS, ids=[path.stem for path in CHAPTERS])
+SMOKE_SECONDS = 45
+
+
+@pytest.fixture
+def empty_store(tmp_path, monkeypatch):
+    """A cache that holds nothing, so that nothing is found and nothing of the user's is touched."""
+    monkeypatch.setenv("VITBOOK_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@each_chapter
+def test_smoke_from_nothing(notebook, empty_store, monkeypatch):
+    monkeypatch.delenv("VITBOOK_DATA", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    start = time.monotonic()
+    verdicts = build.execute(notebook, empty_store / notebook.name, {"profile": "smoke", "train": True}, seconds=60)
+    assert time.monotonic() - start <= SMOKE_SECONDS
+    assert {verdict["verdict"] for verdict in verdicts} <= {"not judged"}
+
+
+@each_chapter
+def test_desk_from_records_gives_the_recorded_verdicts(notebook, desk_verdicts):
+    claims = build.load_claims(build.CLAIMS)
+    recorded = {
+        verdict["claim"]: verdict
+        for verdict in build.recorded_verdicts()
+        if verdict["profile"] == "desk" and claims[verdict["claim"]].chapter == notebook.stem
+    }
+    measured = {verdict["claim"]: verdict for verdict in desk_verdicts[notebook.stem] if verdict["profile"] == "desk"}
+    assert set(measured) == set(recorded)
+    for claim, verdict in measured.items():
+        assert verdict["verdict"] == recorded[claim]["verdict"], claim
+        assert verdict["records"] == recorded[claim]["records"], claim
+        assert verdict["value"] == pytest.approx(recorded[claim]["value"], rel=1e-6), claim
+        assert verdict["interval"] == pytest.approx(recorded[claim]["interval"], rel=1e-6), claim
+
+
+def test_recorded_verdicts_are_sorted_and_belong_to_claims():
+    claims = build.load_claims(build.CLAIMS)
+    keys = [(verdict["claim"], verdict["profile"]) for verdict in build.recorded_verdicts()]
+    assert keys == sorted(set(keys))
+    assert {claim for claim, _ in keys} <= set(claims)
+
+
+def test_unknown_chapter_and_parameter_are_refused_before_anything_runs(tmp_path):
+    with pytest.raises(ValueError, match="no chapter named 99_none; there are 01_"):
+        build.chapters(["99_none"])
+    with pytest.raises(ValueError, match=r"has no parameter profil; it has profile, train"):
+        build.execute(CHAPTERS[0], tmp_path / "out.ipynb", {"profil": "smoke"})
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_profile_is_refused(empty_store):
+    with pytest.raises(build.ChapterFailed, match="lunch"):
+        build.execute(CHAPTERS[-1], empty_store / "out.ipynb", {"profile": "lunch"}, seconds=60)
+
+
+def test_colab_rehearsal(empty_store, monkeypatch):
+    """A chapter alone in an empty folder, in a Python that has `google.colab`, fetches the book and runs at smoke."""
+    origin, content, stubs = (empty_store / name for name in ("origin", "content", "stubs"))
+    publish(origin)
+    content.mkdir()
+    chapter = alone(build.NOTEBOOKS / "02_heads.ipynb", content, f"file://{origin}")
+    (stubs / "google" / "colab").mkdir(parents=True)
+    (stubs / "google" / "colab" / "__init__.py").touch()
+    (stubs / "pip").mkdir()
+    (stubs / "pip" / "__init__.py").touch()
+    # The real pip would install; this one writes down what it was asked to do.
+    (stubs / "pip" / "__main__.py").write_text(
+        "import json, pathlib, sys\n"
+        "pathlib.Path('../pip.json').write_text(json.dumps([sys.argv[1:], pathlib.Path('../keep.txt').read_text()]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(stubs))
+
+    executed = empty_store / "executed.ipynb"
+    build.execute(chapter, executed, {"profile": "smoke", "train": True}, seconds=60)
+
+    clone = content / "vitbook-book"
+    arguments, kept = json.loads((clone / "pip.json").read_text())
+    assert arguments == ["install", "-q", "-c", "../keep.txt", "-e", ".."]
+    assert [line.split("==")[0] for line in kept.splitlines()] == ["torch", "torchvision"]
+    last = nbformat.read(executed, as_version=4).cells[-1]
+    assert Path(last.outputs[0].text.strip()).resolve() == (clone / "vitbook" / "__init__.py").resolve()
+
+
+def publish(origin: Path) -> None:
+    """Make a repository of this tree as it is now, uncommitted changes included, as the public one would be."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=build.ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    for name in filter(None, listed.stdout.split("\0")):
+        if (build.ROOT / name).is_file():
+            (origin / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(build.ROOT / name, origin / name)
+    author = ["-c", "user.name=rehearsal", "-c", "user.email=rehearsal@example.org", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q", "-b", build.BRANCH], ["add", "-A"], [*author, "commit", "-q", "-m", "as it is"]):
+        subprocess.run(["git", *command], cwd=origin, check=True)
+
+
+def alone(notebook: Path, folder: Path, repository: str) -> Path:
+    """Copy a chapter into a folder as Colab would open it, its set-up cell naming a repository, and let it end with
+    the place that `vitbook` was imported from."""
+    content = nbformat.read(notebook, as_version=4)
+    setup = next(cell for cell in content.cells if "colab" in cell.metadata.get("tags", []))
+    setup.source = build.SETUP_CELL.format(repository=repository, branch=build.BRANCH)
+    content.cells.append(nbformat.v4.new_code_cell("import vitbook\n\nprint(vitbook.__file__)"))
+    nbformat.write(content, folder / notebook.name)
+    return folder / notebook.name

@@ -1,0 +1,7 @@
+"""Images in, images and soft targets out: data sets, the synthetic `shapes`, batched augmentation."""
+
+from vitbook.data.augment import Augment
+from vitbook.data.origins import SETS, DataUnavailable
+from vitbook.data.sets import ImageSet, load
+
+__all__ = ["SETS", "Augment", "DataUnavailable", "ImageSet", "load"]

@@ -1,0 +1,84 @@
+"""Batched augmentation on the tensor's device: geometry on large uint8 chunks, then mixing per batch.
+
+All draws come from torch's default generator on the CPU, so that an epoch is a function of its seed alone, and the
+same on every device.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.transforms import v2
+
+from vitbook.data.sets import ImageSet
+
+CHUNK = 2_048  # images whose geometry is drawn and applied together, at least
+
+
+@dataclass(frozen=True)
+class Augment:
+    """What is done to training images; pure data.
+
+    `crop`: pixels of zero padding on each side before a random crop back to size, 0 for none. `flip`: mirror half of
+    the images. `cutmix`: the α of CutMix's Beta(α, α), 0 for none; `cutmix_p`: the share of batches it is done to.
+    """
+
+    crop: int = 4
+    flip: bool = True
+    cutmix: float = 0.0
+    cutmix_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.crop, bool) or not isinstance(self.crop, int) or self.crop < 0:
+            raise ValueError(f"crop is {self.crop!r}; it must be a whole number of pixels, 0 for none")
+        if not (math.isfinite(self.cutmix) and self.cutmix >= 0):
+            raise ValueError(f"cutmix is {self.cutmix!r}; its α must be positive, or 0 for none")
+        if not 0 <= self.cutmix_p <= 1:
+            raise ValueError(f"cutmix_p is {self.cutmix_p!r}; a probability lies in 0 to 1")
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """Randomly cropped and flipped images: uint8 [B,3,H,W] to the same shape, every image on its own draw."""
+        b, c, h, w = images.shape
+        if self.crop >= min(h, w):
+            raise ValueError(f"crop {self.crop} is not smaller than the images ({h} × {w} pixels); lower it")
+        if not (self.crop or self.flip):
+            return images
+        flipped = torch.randint(2, (b,)) if self.flip else torch.zeros(b, dtype=torch.int64)
+        top, left = torch.randint(2 * self.crop + 1, (2, b))
+        padded = F.pad(images, [self.crop] * 4)
+        sheets = torch.stack((padded, padded.flip(-1)))  # [2, B, 3, H + 2 crop, W + 2 crop]
+        # A row of an output image is a run of w bytes in memory: all rows of all images are one gather of runs.
+        image = (flipped * b + torch.arange(b))[:, None, None]
+        row = (image * c + torch.arange(c)[:, None]) * sheets.shape[-2] + top[:, None, None] + torch.arange(h)
+        start = row * sheets.shape[-1] + left[:, None, None]  # [B, 3, H]
+        start = start.flatten().to(images.device, non_blocking=True)
+        return sheets.flatten().unfold(0, w, 1).index_select(0, start).view(b, c, h, w)
+
+    def mix(self, images: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+        """Images float [B,3,H,W] and labels int64 [B] to images and soft targets float32 [B,classes].
+
+        CutMix pastes one box per batch from the batch's neighbour images and shares the target by the pixels
+        actually pasted (λ' = 1 - box pixels / HW).
+        """
+        if self.cutmix and torch.rand(()) < self.cutmix_p:
+            return v2.CutMix(alpha=self.cutmix, num_classes=classes)(images, labels)
+        return images, F.one_hot(labels, classes).to(torch.float32)
+
+    def epoch(self, data: ImageSet, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """One epoch, shuffled, the incomplete last batch dropped: normalised images float32 [b,3,H,W] and targets
+        float32 [b,classes], on the set's device. Seed torch before the first batch to repeat it."""
+        if data.labels.ndim != 1:
+            raise ValueError(f"{data.name} has masks, not labels; an epoch of soft targets needs one label an image")
+        if not 1 <= batch <= len(data):
+            raise ValueError(f"batch {batch} is not within 1 to {len(data)}, the number of images")
+        return self._batches(data, batch)
+
+    def _batches(self, data: ImageSet, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(data))[: len(data) // batch * batch].to(data.images.device)
+        for rows in order.split(math.ceil(CHUNK / batch) * batch):
+            images, labels = self.pixels(data.images[rows]), data.labels[rows]
+            for one, its in zip(images.split(batch), labels.split(batch), strict=True):
+                yield self.mix(data.normalise(one), its, len(data.classes))

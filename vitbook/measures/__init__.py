@@ -1,0 +1,1 @@
+"""Pure functions from intermediates, or from any callable that returns them, to numbers."""

@@ -1,0 +1,1 @@
+"""Models that give logits and, when asked, named intermediates."""

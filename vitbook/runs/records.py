@@ -1,0 +1,170 @@
+"""Asking for runs: from the record store, or trained now."""
+
+import math
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from vitbook.data import SETS
+from vitbook.runs import store
+from vitbook.runs.training import describe, fit, rebuild
+from vitbook.runs.spec import Run
+
+CPU_RATE = 6e10  # training FLOP/s of one core of a CPU with bf16 matrix products, measured on the book's base model
+
+
+class NotRecorded(LookupError):
+    """A run that no record holds, asked for without leave to train."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a finished run left. Everything was measured on the half-precision weights, cast up to float32."""
+
+    run: Run
+    curves: dict[str, list]  # a value an epoch: epoch, loss, lr, seconds
+    measures: list[dict]  # a row a milestone: epoch, accuracy, nll, clean_loss, heads
+    provenance: dict
+    weights: dict[str, Tensor] | None = None  # None where only the measures are kept
+    warmup: dict[str, Tensor] | None = None  # seed 0: the weights at the end of warmup
+
+    @property
+    def accuracy(self) -> float:
+        """On the whole evaluation split, at the end of training (never the best on the way)."""
+        return self.measures[-1]["accuracy"]
+
+    def heads(self, epoch: int | None = None) -> pd.DataFrame:
+        """The heads at a milestone (the last by default), as measured by :func:`vitbook.measures.heads.measure_heads`; in patches."""
+        epochs = [row["epoch"] for row in self.measures]
+        epoch = epochs[-1] if epoch is None else epoch
+        if epoch not in epochs:
+            raise ValueError(f"nothing was measured at epoch {epoch}; there are {', '.join(map(str, epochs))}")
+        return pd.DataFrame(self.measures[epochs.index(epoch)]["heads"], dtype=None)
+
+    def model(self, device: str = "cpu", at: str = "weights") -> nn.Module:
+        """The trained model, in evaluation mode; ``at="warmup"``: as it was at the end of warmup."""
+        weights = getattr(self, at)
+        if weights is None:
+            raise ValueError(
+                f"the {at} of {describe(self.run)} are not kept here (the book ships those of seed 0); "
+                "obtain() trains the run when its record is not shipped"
+            )
+        return rebuild(self.run, weights, device)
+
+
+def obtain(run: Run, *, train: bool = True) -> Record:
+    """The record of a run: found, or trained here and now (resuming from a checkpoint when there is one).
+
+    With ``train=False`` a run without a record raises :class:`NotRecorded`.
+    """
+    if not train and store.find(store.key_of(run.spec)) is None:
+        raise NotRecorded(_how_to_record([run]))
+    checkpoint = store.cache() / "checkpoints" / f"{run.id}.safetensors"
+    result = store.remember(run.spec, lambda: fit(run, checkpoint, report=_progress(run)))
+    checkpoint.unlink(missing_ok=True)
+    return Record(run, **result)
+
+
+def obtain_many(
+    runs: Iterable[Run], *, train: bool = True, partial: bool = False, executor: Executor | None = None
+) -> dict[Run, Record]:
+    """The records of many runs, in their order; those that are missing are trained side by side.
+
+    ``executor``: any ``concurrent.futures.Executor``, such as ``dask.distributed.Client().get_executor()``; by default two worker
+    processes of one thread each, which together do as much as one process with two threads, and more with small models. Runs that
+    take seconds are trained in this process. ``train=False`` raises :class:`NotRecorded` when one is missing; with ``partial=True`` it
+    returns those there are and says which are missing.
+    """
+    runs = list(dict.fromkeys(runs))
+    missing = [r for r in runs if store.find(store.key_of(r.spec)) is None]
+    if missing and not train:
+        if not partial:
+            raise NotRecorded(_how_to_record(missing))
+        print(_how_to_record(missing))
+        runs = [r for r in runs if r not in missing]
+    elif missing:
+        cost = {r: seconds(r) for r in missing}
+        small = executor is None and sum(cost.values()) < 60
+        if not small:
+            left = sum(cost.values()) / 60
+            print(f"{len(runs)} runs: {len(runs) - len(missing)} recorded, {len(missing)} missing, about {left:.0f} core-minutes left",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            _train(missing, cost, executor)
+    return {run: obtain(run, train=train) for run in runs}
+
+
+def _train(missing: list[Run], cost: dict[Run, float], executor: Executor | None) -> None:
+    own = None
+    if executor is None:
+        # spawn: a forked process inherits torch's threads in a broken state
+        spawn = multiprocessing.get_context("spawn")
+        executor = own = ProcessPoolExecutor(min(2, os.cpu_count() or 1), spawn, initializer=_one_thread)
+    failures = []
+    futures = {executor.submit(_make, run): run for run in missing}
+    try:
+        for future in as_completed(futures):
+            run = futures[future]
+            cost.pop(run)
+            if error := future.exception():
+                failures.append(error)
+                print(f"{describe(run)} failed: {error}", file=sys.stderr, flush=True)
+            else:
+                print(f"{describe(run)} recorded; {len(cost)} left, about {sum(cost.values()) / 60:.0f} core-minutes",
+                      file=sys.stderr, flush=True)  # fmt: skip
+    finally:
+        if own:
+            own.shutdown(cancel_futures=True)
+    if failures:
+        raise failures[0]
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _make(run: Run) -> None:
+    obtain(run)
+
+
+def seconds(run: Run) -> float:
+    """Estimated seconds to train ``run`` on one core, from its FLOPs."""
+    images = run.limit or SETS[run.data].train_images
+    work = 3 * run.model.flops() * images * run.recipe.epochs  # backward is twice forward
+    return work / CPU_RATE
+
+
+def _how_to_record(missing: list[Run]) -> str:
+    names = "\n".join(f"  {describe(r)}: {r.model.__class__.__name__}, {r.recipe.epochs} epochs" for r in missing)
+    return (
+        f"{len(missing)} run{'s are' if len(missing) > 1 else ' is'} not recorded yet (about "
+        f"{math.ceil(sum(seconds(r) for r in missing) / 60)} core-minutes). `make record CHAPTER=NN_name PROFILE=desk` with the chapter's "
+        f"name records them, and so does obtain(run):\n{names}"
+    )
+
+
+def _progress(run: Run):
+    """After each epoch: a bar's step on a terminal, elsewhere one line."""
+    bar = None
+
+    def report(epoch: int, row: dict) -> None:
+        nonlocal bar
+        if sys.stderr.isatty():
+            place = (multiprocessing.current_process()._identity or (1,))[0] - 1
+            bar = bar or tqdm(total=run.recipe.epochs, initial=epoch - 1, desc=describe(run), unit="epoch", position=place)
+            bar.set_postfix({k: f"{v:.3g}" for k, v in row.items()}, refresh=False)
+            bar.update()
+            if epoch == run.recipe.epochs:
+                bar.close()
+        elif run.recipe.epochs > 5:
+            text = "  ".join(f"{k} {v:.4g}" for k, v in row.items())
+            print(f"{describe(run)}  epoch {epoch}/{run.recipe.epochs}  {text}", file=sys.stderr, flush=True)
+
+    return report

@@ -1,0 +1,167 @@
+"""Run, Recipe and Profile: an experiment as pure data, and what a scale changes of it."""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from vitbook.data import Augment
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained: AdamW, linear warmup, cosine decay, both per step; the last partial batch is dropped.
+
+    Weight decay acts on matrices only, not on biases, norms, positions and the CLS or register tokens.
+    """
+
+    epochs: int = 100
+    batch: int = 128
+    lr: float = 1e-3  # peak
+    warmup: int = 10  # epochs of linear warmup
+    min_lr: float = 0.0  # where the cosine ends
+    weight_decay: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip: float | None = None  # largest norm of the gradient
+    augment: Augment = Augment()
+
+    def __post_init__(self):
+        object.__setattr__(self, "betas", tuple(self.betas))
+        if self.epochs < 1 or self.batch < 1 or not 0 <= self.warmup <= self.epochs:
+            raise ValueError(
+                f"epochs={self.epochs}, batch={self.batch}, warmup={self.warmup}: "
+                "at least one epoch and one image a batch are needed, and a warmup within the epochs"
+            )
+        if self.lr <= 0 or not 0 <= self.min_lr <= self.lr or self.weight_decay < 0 or (self.clip is not None and self.clip <= 0):
+            raise ValueError(
+                f"lr={self.lr}, min_lr={self.min_lr}, weight_decay={self.weight_decay}, clip={self.clip}: "
+                "lr and clip are positive, min_lr lies between 0 and lr, weight_decay is not negative"
+            )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One experiment: a model trained on a data set by a recipe from one seed. Written at the paper's scale."""
+
+    data: str  # a set of vitbook.data.load
+    model: Any  # a frozen dataclass with build() and flops(): ViTConfig, TimmConfig, …
+    recipe: Recipe = Recipe()
+    seed: int = 0
+    limit: int | None = None  # the first n training images in the canonical order; None: all
+
+    def __post_init__(self):
+        if not is_dataclass(self.model) or not hasattr(self.model, "build"):
+            raise ValueError(f"model={self.model!r} is no model config; give ViTConfig(…) or another frozen dataclass with build()")
+        if self.seed < 0 or (self.limit is not None and self.limit < 1):
+            raise ValueError(f"seed={self.seed}, limit={self.limit}: the seed is not negative and the limit at least 1")
+
+    @property
+    def spec(self) -> dict:
+        """The run as JSON data, without the fields that equal their default."""
+        return {"run": canonical(self)}
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits that name this run: fields added later, with their default, leave it alone."""
+        return key_of(self.spec)
+
+
+def canonical(value: Any) -> Any:
+    """JSON data of a config: defaults left out, whole floats as integers, tuples as lists; other classes' configs carry their name."""
+    if is_dataclass(value):
+        kept = {}
+        for f in fields(value):
+            v = getattr(value, f.name)
+            default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+            if default is dataclasses.MISSING or v != default:
+                kept[f.name] = {type(v).__name__: canonical(v)} if f.name == "model" else canonical(v)
+        return kept
+    if isinstance(value, dict):
+        return {str(k): canonical(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [canonical(v) for v in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"{value!r} of type {type(value).__name__} is no plain data; a spec holds numbers, text, lists and dictionaries")
+
+
+def key_of(spec: dict) -> str:
+    """The name of a spec: the first twelve hex digits of the SHA-256 of its canonical JSON."""
+    text = json.dumps(canonical(spec), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a scale changes of the paper's runs: field overrides, written as paths (``{"model.depth": 6}``), and the seeds."""
+
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0,)
+
+    def scale(self, run: Run) -> Run:
+        """``run`` at this scale."""
+        return _replace(run, self.changes)
+
+    def differences(self, run: Run) -> pd.DataFrame:
+        """What changed against the paper's run: a row a field, columns ``paper`` and this profile's name."""
+        scaled = self.scale(run)
+        rows = {path: (_get(run, path), _get(scaled, path)) for path in self.changes}
+        rows = {path: pair for path, pair in rows.items() if pair[0] != pair[1]} | {"seeds": ("", self.seeds)}
+        return pd.DataFrame.from_dict(rows, orient="index", columns=["paper", self.name]).rename_axis("field")
+
+    def with_changes(self, **parts: Any) -> "Profile":
+        """This profile with other seeds (``seeds=``) or further changes (``changes=``, added to those it has)."""
+        return replace(self, changes=self.changes | parts.get("changes", {}), seeds=tuple(parts.get("seeds", self.seeds)))
+
+
+def _get(thing: Any, path: str) -> Any:
+    for name in path.split("."):
+        thing = getattr(thing, name)
+    return thing
+
+
+def _replace(thing: Any, changes: dict[str, Any]) -> Any:
+    """A config with fields named by path changed, those of one config together: half-way it might be one that is refused."""
+    known = {f.name for f in fields(thing)}
+    parts: dict[str, Any] = {}
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        if name not in known:
+            raise ValueError(f"a profile changes {path!r}, and {type(thing).__name__} has no field {name!r}; it has {sorted(known)}")
+        if rest:
+            parts.setdefault(name, {})[rest] = value
+        else:
+            parts[name] = value
+    nested = {path.partition(".")[0] for path in changes if "." in path}
+    return replace(thing, **{k: _replace(getattr(thing, k), v) if k in nested else v for k, v in parts.items()})
+
+
+SMOKE = Profile(
+    "smoke",
+    {
+        "data": "shapes", "limit": 512, "model.image": 32, "model.patch": 4, "model.classes": 10, "model.dim": 32, "model.depth": 2,
+        "model.heads": 2, "recipe.epochs": 2, "recipe.batch": 64, "recipe.lr": 3e-3, "recipe.warmup": 1,
+    },
+)  # fmt: skip
+DESK = Profile(
+    "desk",
+    {
+        "model.dim": 64, "model.depth": 6, "model.heads": 4, "model.mlp_ratio": 2, "recipe.epochs": 50, "recipe.batch": 64,
+        "recipe.lr": 3e-3, "recipe.warmup": 5,
+    },
+)  # fmt: skip
+PAPER = Profile("paper", seeds=(0, 1, 2))
+
+
+def choose(name: str, *profiles: Profile) -> Profile:
+    """The profile of that name among those a chapter offers (by default the usual smoke, desk and paper)."""
+    offered = {p.name: p for p in (SMOKE, DESK, PAPER)} | {p.name: p for p in profiles}
+    if name not in offered:
+        raise ValueError(f"profile={name!r} is unknown; choose one of {', '.join(offered)}")
+    return offered[name]

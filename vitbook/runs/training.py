@@ -1,0 +1,288 @@
+"""The training loop: one run, start to end, resumable after every epoch.
+
+The step path never waits for the device: losses are written to a tensor there and read once an epoch. On a CPU a resumed run ends
+with the same bits as an undisturbed one: all draws of an epoch follow from (seed, epoch), and the number of threads, which decides the
+order of sums, comes from the checkpoint.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from timm.optim import param_groups_weight_decay
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitbook.data import SETS, ImageSet, load
+from vitbook.measures.heads import measure_heads
+from vitbook.runs.spec import Run
+
+CHECKPOINT_FORMAT = 1
+CLEAN = 2_000  # training images, without augmentation, on which arms with different targets are compared
+PROBED = 1_000  # evaluation images on which heads are measured
+MILESTONES = {0, 1, 2, 3, 5, 8, 10, 15, 20, 30, 40, 50, 60, 80}  # then every hundredth half: 100, 150, 200, …
+
+
+class NonFiniteLoss(RuntimeError):
+    """Training met a loss that is not a number or infinite; the last good checkpoint is kept."""
+
+
+def fit(
+    run: Run,
+    checkpoint: Path | None = None,
+    *,
+    device: str | None = None,
+    report: Callable[[int, dict], None] | None = None,
+) -> dict:
+    """Trains ``run`` and returns what its record holds.
+
+    ``checkpoint``: a file that is written after every epoch and resumed from when it is there. ``report(epoch, row)`` is called after
+    each epoch.
+
+    The result: ``curves`` (epoch, loss, lr, seconds), ``measures`` (at each milestone: accuracy and NLL on the whole evaluation split,
+    ``clean_loss`` on 2,000 fixed training images with hard labels, ``heads`` on the first 1,000 evaluation images), ``provenance``, and
+    the tensors ``weights`` (half precision) and, for seed 0, ``warmup`` (the weights at the end of warmup). Everything is measured on
+    the half-rounded weights, cast up to float32.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    train = load(run.data, "train", limit=run.limit, device=device)
+    test = load(run.data, SETS[run.data].splits[1], device=device)
+    recipe = run.recipe
+    classes = getattr(run.model, "classes", len(train.classes))
+    if classes != len(train.classes):
+        raise ValueError(f"the model has {classes} classes and {run.data} has {len(train.classes)}; set model.classes to that")
+    steps = len(train) // recipe.batch
+    if not steps:
+        raise ValueError(f"batch={recipe.batch} is larger than the {len(train)} training images; lower it")
+
+    state = _resume(checkpoint, run) if checkpoint else None
+    plain = state["plain"] if state else {
+        "epoch": 0, "threads": torch.get_num_threads(), "precision": precision(device), "sessions": 0,
+        "curves": {"epoch": [], "loss": [], "lr": [], "seconds": []}, "measures": [], "scaler": None,
+    }  # fmt: skip
+    plain["sessions"] += 1
+    torch.set_num_threads(plain["threads"])
+    with _seeded(run.seed, 0, device):
+        model = run.model.build().to(device)
+    groups = param_groups_weight_decay(model, recipe.weight_decay, ("pos_embed", "cls_token", "reg_token"))
+    # fused: the default step reads a scalar back to the host twice
+    optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, fused=True)
+    scaler = torch.amp.GradScaler(device, enabled=plain["precision"] == "fp16")
+    warmup: dict[str, Tensor] = {}
+    if state:
+        warmup = _restore(state["tensors"], model, optimizer, device)
+        if plain["scaler"]:
+            scaler.load_state_dict(plain["scaler"])
+    else:
+        plain["measures"].append({"epoch": 0, **evaluate(run, half(model), train, test)})
+
+    forward = torch.compile(model) if device == "cuda" else model  # gains nothing on a CPU
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plain["precision"])
+    for epoch in range(plain["epoch"] + 1, recipe.epochs + 1):
+        start = time.perf_counter()
+        model.train()
+        losses = torch.zeros(steps, device=device)
+        with _seeded(run.seed, epoch, device):
+            for i, (images, targets) in enumerate(recipe.augment.epoch(train, recipe.batch)):
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(run, (epoch - 1) * steps + i, steps)
+                with torch.autocast(torch.device(device).type, dtype, enabled=dtype is not None):
+                    logits = forward(images)
+                loss = F.cross_entropy(logits.float(), targets)
+                optimizer.zero_grad(set_to_none=True)
+                scaler.scale(loss).backward()
+                if recipe.clip:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+                scaler.step(optimizer)
+                scaler.update()
+                losses[i] = loss.detach()
+        found = losses.cpu()  # the one look at the device in an epoch
+        if not found.isfinite().all():
+            step = int((~found.isfinite()).nonzero()[0])
+            raise NonFiniteLoss(
+                f"{describe(run)}: the loss was {found[step]} in epoch {epoch}, step {step + 1} of {steps}, at learning rate "
+                f"{learning_rate(run, (epoch - 1) * steps + step, steps):.3g}. The checkpoint after epoch {epoch - 1} is kept"
+                + (f" at {checkpoint}" if checkpoint and checkpoint.exists() else "") + ". Lower the learning rate, or clip the gradient"
+            )  # fmt: skip
+        row = {"loss": found.mean().item(), "lr": learning_rate(run, epoch * steps - 1, steps), "seconds": time.perf_counter() - start}
+        if epoch == recipe.warmup and run.seed == 0:
+            warmup = half(model)
+        if epoch in MILESTONES or (epoch >= 100 and epoch % 50 == 0) or epoch == recipe.epochs:
+            plain["measures"].append({"epoch": epoch, **evaluate(run, half(model), train, test)})
+            row["accuracy"] = plain["measures"][-1]["accuracy"]
+        for name, column in plain["curves"].items():
+            column.append(epoch if name == "epoch" else float(f"{row[name]:.6g}"))
+        plain |= {"epoch": epoch, "scaler": scaler.state_dict() or None}
+        if checkpoint:
+            _save(checkpoint, run, plain, model, optimizer, warmup)
+        if report:
+            report(epoch, row)
+
+    result = {"curves": plain["curves"], "measures": plain["measures"], "provenance": provenance(plain, train, test, device)}
+    return result | {"weights": half(model)} | ({"warmup": warmup} if warmup else {})
+
+
+def learning_rate(run: Run, step: int, steps: int) -> float:
+    """The rate of a step (from 0) with ``steps`` steps an epoch: linear to the peak over the warmup, then a cosine to ``min_lr``."""
+    r = run.recipe
+    warm, total = r.warmup * steps, r.epochs * steps
+    if step < warm:
+        return r.lr * (step + 1) / warm
+    return r.min_lr + (r.lr - r.min_lr) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(total - warm, 1)))
+
+
+@functools.lru_cache
+def precision(device: str) -> str:
+    """``bf16`` where its matrix product is at least half as fast again as float32's, else ``fp16`` on CUDA and ``fp32`` elsewhere."""
+    if device.startswith("cuda"):
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    if device != "cpu":
+        return "fp32"
+
+    def seconds(dtype: torch.dtype) -> float:
+        a = torch.ones(512, 512, dtype=dtype)
+        times = []
+        for _ in range(8):
+            start = time.perf_counter()
+            a @ a
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return "bf16" if seconds(torch.float32) > 1.5 * seconds(torch.bfloat16) else "fp32"
+
+
+def half(model: nn.Module) -> dict[str, Tensor]:
+    """The model's weights rounded to half precision: what a record keeps and what every measure is taken on."""
+    return {k: v.detach().half() if v.is_floating_point() else v.detach() for k, v in model.state_dict().items()}
+
+
+def rebuild(run: Run, weights: dict[str, Tensor], device: str = "cpu") -> nn.Module:
+    """The model of ``run`` with recorded weights, cast up to float32, in evaluation mode."""
+    model = run.model.build()
+    model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in weights.items()})
+    return model.to(device).eval()
+
+
+@torch.no_grad()
+def evaluate(run: Run, weights: dict[str, Tensor], train: ImageSet, test: ImageSet) -> dict:
+    """What a milestone measures: accuracy and NLL of the whole evaluation split, loss on the fixed clean images, all heads."""
+    model = rebuild(run, weights, test.images.device)
+
+    def scores(data: ImageSet, n: int) -> tuple[Tensor, Tensor]:
+        nll, right = 0.0, 0.0
+        for images, labels in zip(data.images[:n].split(500), data.labels[:n].split(500)):
+            logits = model(data.normalise(images))
+            nll = nll + F.cross_entropy(logits, labels, reduction="sum").double()
+            right = right + (logits.argmax(1) == labels).sum()
+        n = min(n, len(data))
+        return (right / n).item(), (nll / n).item()
+
+    accuracy, nll = scores(test, len(test))
+    row = {"accuracy": accuracy, "nll": nll, "clean_loss": scores(train, CLEAN)[1]}
+    if hasattr(model, "grid"):  # a model with one grid of patches has heads to measure; a CNN has none
+        batches = (test.normalise(images) for images in test.images[:PROBED].split(100))
+        row["heads"] = table_to_json(measure_heads(model, batches))
+    return row
+
+
+def table_to_json(table: pd.DataFrame) -> dict[str, list]:
+    """Columns of plain numbers, six significant digits; a missing value is None."""
+    return {
+        name: [None if v is None or v != v else int(v) if isinstance(v, int | np.integer) else float(f"{v:.6g}") for v in column.tolist()]
+        for name, column in table.items()
+    }
+
+
+def describe(run: Run) -> str:
+    """How messages name a run."""
+    return f"{run.data} {run.id} seed {run.seed}"
+
+
+def provenance(plain: dict, train: ImageSet, test: ImageSet, device: str) -> dict:
+    """Where and with what a result was made."""
+
+    def git(*words: str) -> str | None:
+        answer = subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True)
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "modified": bool(git("status", "--porcelain", "--", str(Path(__file__).parents[1]))),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in ("torch", "torchvision", "timm", "numpy")},
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else name,
+        "threads": plain["threads"], "precision": plain["precision"], "sessions": plain["sessions"],
+        "seconds": round(sum(plain["curves"]["seconds"]), 1),
+        "data": {"train": train.fingerprint, "test": test.fingerprint, "images": len(train), "source": train.source},
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, epoch: int, device: str):
+    """Torch's generators set by (seed, epoch) inside, and as they were after."""
+    with torch.random.fork_rng(devices=[torch.device(device)] if device.startswith("cuda") else []):
+        torch.manual_seed(seed * 1_000_003 + epoch)
+        yield
+
+
+def _save(path: Path, run: Run, plain: dict, model: nn.Module, optimizer: torch.optim.Optimizer, warmup: dict[str, Tensor]) -> None:
+    tensors = {f"model/{k}": v for k, v in model.state_dict().items()} | {f"warmup/{k}": v for k, v in warmup.items()}
+    for name, p in model.named_parameters():
+        tensors |= {f"optimizer/{name}/{k}": v for k, v in optimizer.state[p].items()}
+    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    meta = {"format": CHECKPOINT_FORMAT, "run": run.id, "plain": plain}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, scratch, {"state": json.dumps(meta)})
+        os.replace(scratch, path)
+    except (OSError, SafetensorError) as error:
+        print(f"{describe(run)}: no checkpoint after epoch {plain['epoch']} ({error}); training goes on", file=sys.stderr)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _resume(path: Path, run: Run) -> dict | None:
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            meta = json.loads(file.metadata()["state"])
+            tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 (a safetensors file is no dict)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no readable checkpoint ({error}); delete it to start this run anew") from error
+    if meta.get("format") != CHECKPOINT_FORMAT:
+        raise ValueError(f"{path} has checkpoint format {meta.get('format')}, not {CHECKPOINT_FORMAT}; delete it to start anew")
+    if meta["run"] != run.id:
+        raise ValueError(f"{path} is the checkpoint of run {meta['run']}, not of {run.id}; give each run its own file")
+    return {"plain": meta["plain"], "tensors": tensors}
+
+
+def _restore(tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> dict[str, Tensor]:
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {k.removeprefix(prefix): v.to(device) for k, v in tensors.items() if k.startswith(prefix)}
+
+    model.load_state_dict(part("model/"))
+    for name, p in model.named_parameters():
+        optimizer.state[p] = part(f"optimizer/{name}/")
+    return part("warmup/")

@@ -1,0 +1,32 @@
+"""Draws and judges plain tables and arrays: figures in one house style, the attention explorer, claims and verdicts."""
+
+from vitbook.show.cards import Claim, Verdict, claim_cards, judge, load_claims, pooled_spread, scoreboard
+from vitbook.show.explorer import Explorer
+from vitbook.show.figures import (
+    distance_entropy_plane,
+    head_grid,
+    heads_by_layer,
+    layer_profile,
+    over_epochs,
+    training_curves,
+)
+from vitbook.show.style import house_style, layer_colours
+
+__all__ = [
+    "Claim",
+    "Explorer",
+    "Verdict",
+    "claim_cards",
+    "distance_entropy_plane",
+    "head_grid",
+    "heads_by_layer",
+    "house_style",
+    "judge",
+    "layer_colours",
+    "layer_profile",
+    "load_claims",
+    "over_epochs",
+    "pooled_spread",
+    "scoreboard",
+    "training_curves",
+]
