@@ -181,8 +181,9 @@ def execute(
         command += ["--log-output", "--autosave-cell-every", "0"]
     done = subprocess.run(command, check=False, text=True, stderr=None if stream else subprocess.PIPE)
     if done.returncode:
-        said = "see above" if stream else "\n".join(done.stderr.splitlines()[-40:])
-        raise ChapterFailed(f"{notebook.stem} failed with {parameters}: {said}")
+        # What the chapter said, without papermill's own trace above it.
+        said = "see above" if stream else done.stderr.rpartition("Exception encountered at")[2][-4000:].strip()
+        raise ChapterFailed(f"{notebook.stem} failed with {parameters or 'its own parameters'}: {said}")
     return harvest(out)
 
 

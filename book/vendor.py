@@ -105,7 +105,7 @@ def fetch() -> None:
 def install(folder: Path) -> None:
     """Write the site's third-party scripts into ``folder``: ``mathjax/``, ``require.js``, ``embed-amd.js``, …
 
-    Folder and file names are those that ``book/_config.yml`` and ``book/_ext/paths.js`` point to.
+    Folder and file names are those that ``book/_config.yml`` and ``book/_ext/widgets.js`` point to.
     """
     fetch()
     for package in PACKAGES:
@@ -121,7 +121,7 @@ def install(folder: Path) -> None:
                     shutil.copyfileobj(source, out)
     anywidget = importlib.resources.files("anywidget") / "nbextension" / "index.js"
     (folder / "anywidget.js").write_bytes(anywidget.read_bytes())
-    shutil.copy(Path(__file__).parent / "_ext" / "paths.js", folder)
+    shutil.copy(Path(__file__).parent / "_ext" / "widgets.js", folder)
 
 
 if __name__ == "__main__":

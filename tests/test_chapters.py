@@ -71,6 +71,103 @@ def test_unknown_profile_is_refused(empty_store):
         build.execute(CHAPTERS[-1], empty_store / "out.ipynb", {"profile": "lunch"}, seconds=60)
 
 
+@pytest.fixture
+def small_book(tmp_path, monkeypatch):
+    """A book of one chapter, which trains when it may and then carries a verdict on its only claim."""
+    for folder in ("notebooks", "book/records"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(build.ROOT / "jupytext.toml", tmp_path)
+    (tmp_path / "README.md").write_text("<!-- claims -->\n<!-- /claims -->\n")
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "small"\n')
+    (tmp_path / "book" / "claims.yml").write_text(SMALL_CLAIMS)
+    (tmp_path / "notebooks" / "01_small.py").write_text(SMALL_CHAPTER)
+    places = {
+        "ROOT": "", "NOTEBOOKS": "notebooks", "STAGING": "book/_staging", "CLAIMS": "book/claims.yml",
+        "VERDICTS": "book/verdicts.json", "RECORDS": "book/records",
+    }  # fmt: skip
+    for name, place in places.items():
+        monkeypatch.setattr(build, name, tmp_path / place)
+    build.pair()
+    return tmp_path
+
+
+SMALL_CLAIM = """
+{name}:
+  source: B
+  chapter: 01_small
+  sentence: One is small.
+  where: here
+  quantity: one
+  comparison: "<"
+  threshold: 2
+  paper: "1"
+"""
+SMALL_CLAIMS = SMALL_CLAIM.format(name="small.one") + SMALL_CLAIM.format(name="small.other")
+
+SMALL_CHAPTER = """\
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% tags=["colab", "remove-cell"]
+
+# %% tags=["parameters"]
+profile: str = "desk"
+train: bool = False
+
+# %%
+import os
+from pathlib import Path
+
+from vitbook.show import claim_cards, judge, load_claims
+
+assert train and os.environ["VITBOOK_PUBLISH"] == "1"
+Path("../book/records/a1").mkdir()
+Path("../book/records/a1/record.json").touch()
+claims = load_claims(Path("../book/claims.yml"))
+claim_cards(claims, [judge(claims["small.one"], [1.0, 1.25, 1.5], profile=profile, records=["a1"])])
+"""
+
+
+def test_record_keeps_verdicts_of_other_profiles_and_refreshes_the_readme(small_book, monkeypatch, capfd):
+    monkeypatch.setenv("VITBOOK_PUBLISH", "")  # so that what `record` sets is undone afterwards
+    older = [
+        {"claim": "small.one", "verdict": "holds", "value": 1.0, "interval": None, "n": 1, "profile": "paper",
+         "records": [], "note": ""},
+        {"claim": "small.one", "verdict": "does not hold", "value": 3.0, "interval": None, "n": 1, "profile": "desk",
+         "records": [], "note": ""},
+        {"claim": "no.longer", "verdict": "holds", "value": 1.0, "interval": None, "n": 1, "profile": "desk",
+         "records": [], "note": ""},
+    ]  # fmt: skip
+    build.VERDICTS.write_text(json.dumps(older))
+    build.record("01_small", "desk")
+
+    desk, paper = build.recorded_verdicts()
+    assert paper == older[0]
+    half = (
+        4.302652729911275 * 0.25 / 3**0.5
+    )  # t quantile for 2 degrees of freedom; the values' standard deviation is 1/4
+    assert desk["interval"] == pytest.approx([1.25 - half, 1.25 + half])
+    assert (desk["profile"], desk["verdict"], desk["records"]) == ("desk", "holds", ["a1"])
+    readme = (small_book / "README.md").read_text()
+    assert "[01_small](notebooks/01_small.ipynb)" in readme
+    assert readme.count("not yet run") == 1
+    said = capfd.readouterr().out
+    assert "1 new records" in said
+    assert "judged  small.one" in said
+    assert "MISSING small.other" in said
+
+
+def test_a_chapter_that_fails_says_why_and_changes_no_verdict(small_book):
+    with pytest.raises(build.ChapterFailed, match=r"01_small failed with(.|\n)*AssertionError"):
+        build.execute_all([], build.STAGING, {"profile": "desk"})
+    assert not build.VERDICTS.exists()
+
+
 def test_colab_rehearsal(empty_store, monkeypatch):
     """A chapter alone in an empty folder, in a Python that has `google.colab`, fetches the book and runs at smoke."""
     origin, content, stubs = (empty_store / name for name in ("origin", "content", "stubs"))

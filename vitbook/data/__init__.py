@@ -2,6 +2,6 @@
 
 from vitbook.data.augment import Augment
 from vitbook.data.origins import SETS, DataUnavailable
-from vitbook.data.sets import ImageSet, load
+from vitbook.data.sets import ImageSet, load, load_or_shapes
 
-__all__ = ["SETS", "Augment", "DataUnavailable", "ImageSet", "load"]
+__all__ = ["SETS", "Augment", "DataUnavailable", "ImageSet", "load", "load_or_shapes"]

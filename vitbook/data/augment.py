@@ -42,8 +42,7 @@ class Augment:
     def pixels(self, images: Tensor) -> Tensor:
         """Randomly cropped and flipped images: uint8 [B,3,H,W] to the same shape, every image on its own draw."""
         b, c, h, w = images.shape
-        if self.crop >= min(h, w):
-            raise ValueError(f"crop {self.crop} is not smaller than the images ({h} × {w} pixels); lower it")
+        self._check_crop(h, w)
         if not (self.crop or self.flip):
             return images
         flipped = torch.randint(2, (b,)) if self.flip else torch.zeros(b, dtype=torch.int64)
@@ -74,7 +73,12 @@ class Augment:
             raise ValueError(f"{data.name} has masks, not labels; an epoch of soft targets needs one label an image")
         if not 1 <= batch <= len(data):
             raise ValueError(f"batch {batch} is not within 1 to {len(data)}, the number of images")
+        self._check_crop(*data.image_size)
         return self._batches(data, batch)
+
+    def _check_crop(self, h: int, w: int) -> None:
+        if self.crop >= min(h, w):
+            raise ValueError(f"crop {self.crop} is not smaller than the images ({h} × {w} pixels); lower it")
 
     def _batches(self, data: ImageSet, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.randperm(len(data))[: len(data) // batch * batch].to(data.images.device)

@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
+from vitbook.data.shapes import CLASSES
+
 Triple = tuple[float, float, float]
 
 IMAGENET: tuple[Triple, Triple] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -72,7 +74,7 @@ SETS: dict[str, SetSpec] = {
         classes=("sky", "building", "pole", "road", "pavement", "tree", "sign_symbol", "fence", "car", "pedestrian",
                  "bicyclist", "unlabelled"),
     ),
-    "shapes": SetSpec(("train", "test"), 2_000, IMAGENET),
+    "shapes": SetSpec(("train", "test"), 2_000, IMAGENET, classes=CLASSES),
 }  # fmt: skip
 
 
@@ -135,7 +137,7 @@ def read_parquet(files: Sequence[Path], spec: SetSpec) -> Rows:
 
 def read_hub(spec: SetSpec, split: str) -> Rows:
     """Rows of one split through `datasets.load_dataset`. Raises DataUnavailable when the Hub cannot supply it."""
-    import datasets  # noqa: PLC0415 - takes most of a second, and only a first load needs it
+    import datasets  # takes most of a second, and only a first load needs it
 
     if not _hub_may_answer():
         raise DataUnavailable(f"no answer from the Hugging Face Hub within {HUB_SECONDS:g} s")
@@ -159,7 +161,7 @@ def read_hub(spec: SetSpec, split: str) -> Rows:
 
 def _hub_may_answer() -> bool:
     """One request without retries: left to itself the Hub's client tries for half a minute before it gives up."""
-    import huggingface_hub  # noqa: PLC0415 - as above
+    import huggingface_hub  # as above
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return True  # then load_dataset looks at its own cache only, at once

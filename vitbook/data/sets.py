@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vitbook.data import origins
-from vitbook.data.origins import SETS, DataUnavailable, SetSpec, Triple
-from vitbook.data.shapes import CLASSES, draw
+from vitbook.data.origins import SETS, DataUnavailable, Triple
+from vitbook.data.shapes import draw
 
 CACHE_FORMAT = 1
 
@@ -90,7 +91,10 @@ def load(
     if root is not None and not Path(root).is_dir():
         raise ValueError(f"root {str(root)!r} is not a folder; name one that holds Parquet files, or leave it out")
 
-    whole = _computed(name, split) if spec.stem is None else _obtain(name, split, root)
+    if spec.stem is None:
+        whole = _arranged(name, split, draw(split), spec.classes, "computed")
+    else:
+        whole = _obtain(name, split, root)
     if limit is None:
         return whole.to(device)
     if limit > len(whole):
@@ -101,9 +105,17 @@ def load(
     return replace(whole, images=whole.images[:limit].clone(), labels=whole.labels[:limit].clone()).to(device)
 
 
-def _computed(name: str, split: str) -> ImageSet:
-    pixels, labels = draw(split)
-    return _arranged(name, split, pixels, labels, CLASSES, "computed")
+def load_or_shapes(name: str, split: str, *, limit: int | None = None) -> ImageSet:
+    """Images for a figure: those of :func:`load`, or where they cannot be had `shapes`, with a note that says so.
+
+    `shapes` has 500: a larger limit then means all of them.
+    """
+    try:
+        return load(name, split, limit=limit)
+    except DataUnavailable:
+        print(f"Note: {name} could not be had here, so this page shows the synthetic set `shapes` in its place.")
+        shapes = load("shapes", "test")
+        return shapes if limit is None or limit >= len(shapes) else load("shapes", "test", limit=limit)
 
 
 def _obtain(name: str, split: str, root: str | os.PathLike | None) -> ImageSet:
@@ -118,8 +130,8 @@ def _obtain(name: str, split: str, root: str | os.PathLike | None) -> ImageSet:
     signature = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
     try:
-        return _read_cache(cache, signature)
-    except (LookupError, OSError, SafetensorError) as error:
+        return _read_cache(cache, name, split, signature)
+    except LookupError as error:
         tried.append(f"cache: {error}")
 
     if files:
@@ -133,7 +145,7 @@ def _obtain(name: str, split: str, root: str | os.PathLike | None) -> ImageSet:
         except DataUnavailable as error:
             tried.append(f"Hugging Face Hub {spec.hub}: {error}")
             raise _unavailable(name, split, tried) from error
-    data = _arranged(name, split, *origins.decode(rows, f"{name} {split}"), rows.classes, source)
+    data = _arranged(name, split, origins.decode(rows, f"{name} {split}"), rows.classes, source)
     _write_cache(cache, data, signature)
     return data
 
@@ -146,9 +158,11 @@ def _unavailable(name: str, split: str, tried: list[str]) -> DataUnavailable:
     )
 
 
-def _arranged(name: str, split: str, pixels: np.ndarray, labels: np.ndarray, classes, source: str) -> ImageSet:
-    """Pixels uint8 [N,H,W,3] and labels or masks, put into the canonical order."""
-    spec: SetSpec = SETS[name]
+def _arranged(
+    name: str, split: str, decoded: tuple[np.ndarray, np.ndarray], classes: tuple[str, ...], source: str
+) -> ImageSet:
+    """Pixels uint8 [N,H,W,3] and labels int64 [N] or masks uint8 [N,H,W], put into the canonical order."""
+    spec, (pixels, labels) = SETS[name], decoded
     order = canonical_order(pixels, labels if labels.ndim == 1 else np.zeros(len(labels), np.int64))
     images = torch.from_numpy(np.ascontiguousarray(pixels[order].transpose(0, 3, 1, 2)))
     labels = torch.from_numpy(labels[order])
@@ -179,31 +193,33 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("VITBOOK_CACHE") or platformdirs.user_cache_dir("vitbook")) / "data"
 
 
-def _read_cache(path: Path, signature: list) -> ImageSet:
+def _read_cache(path: Path, name: str, split: str, signature: list) -> ImageSet:
     """The cached split. Raises LookupError when it is absent, damaged, or made from other files than the signature's.
 
     An empty signature (no folder) accepts a cache of any source.
     """
-    if not path.exists():
-        raise LookupError(f"nothing cached for {path.stem}")
-    with safe_open(path, "pt") as file:
-        about = json.loads((file.metadata() or {}).get("vitbook", "{}"))
-        if about.get("format") != CACHE_FORMAT:
-            raise LookupError(f"{path} is of format {about.get('format')}, not {CACHE_FORMAT}; delete it")
-        if signature and about["signature"] != signature:
-            raise LookupError(f"{path} was made from other files")
-        images, labels = file.get_tensor("images"), file.get_tensor("labels")
+    try:
+        if not path.exists():
+            raise LookupError(f"no {path}")
+        with safe_open(path, "pt") as file:
+            about = json.loads((file.metadata() or {}).get("vitbook", "{}"))
+            if about.get("format") != CACHE_FORMAT:
+                raise LookupError(f"{path} is of format {about.get('format')}, not {CACHE_FORMAT}; delete it")
+            if signature and about["signature"] != signature:
+                raise LookupError(f"{path} was made from other files")
+            images, labels = file.get_tensor("images"), file.get_tensor("labels")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise LookupError(f"{path} is damaged ({error}); delete it") from error
     if fingerprint(images, labels) != about["fingerprint"]:
         raise LookupError(f"{path} is damaged, its checksum does not match; delete it")
-    spec = SETS[about["name"]]
+    spec, classes = SETS[name], tuple(about["classes"])
     return ImageSet(
-        images, labels, tuple(about["classes"]), about["source"], about["fingerprint"], about["name"], about["split"],
-        *spec.norm, spec.ignore_index,
-    )  # fmt: skip
+        images, labels, classes, about["source"], about["fingerprint"], name, split, *spec.norm, spec.ignore_index
+    )
 
 
 def _write_cache(path: Path, data: ImageSet, signature: list) -> None:
-    about = {key: getattr(data, key) for key in ("name", "split", "classes", "source", "fingerprint")}
+    about = {key: getattr(data, key) for key in ("classes", "source", "fingerprint")}
     about |= {"format": CACHE_FORMAT, "signature": signature}
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
@@ -213,4 +229,5 @@ def _write_cache(path: Path, data: ImageSet, signature: list) -> None:
     except (OSError, SafetensorError) as error:  # a full disk must not keep anyone from images already decoded
         warnings.warn(f"decoded {data.name} {data.split} could not be cached in {path.parent}: {error}", stacklevel=4)
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()

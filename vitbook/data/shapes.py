@@ -1,8 +1,9 @@
 """`shapes`: a synthetic set that can be learned in seconds, for when real images cannot be had.
 
-Ten classes of 32 × 32 pictures. Five differ in local texture: a patch alone tells them apart, and brightness summed
-over the picture does not. Five differ in the arrangement of the same two discs: no patch alone tells them apart.
-Everything is whole-number arithmetic, so the pixels are the same on every machine.
+Ten classes of 32 × 32 pictures. Five differ in local texture, and in how much of the ground it covers, which gives
+learning a foothold: a patch alone tells them apart. Five differ in the arrangement of the same two discs: no patch
+alone tells them apart. Mirroring keeps every class. Everything is whole-number arithmetic, so the pixels are the same
+on every machine.
 """
 
 import numpy as np
@@ -41,19 +42,20 @@ def draw(split: str) -> tuple[np.ndarray, np.ndarray]:
         return rng.integers(low, high, (n, *shape), np.int16)[..., None, None]
 
     y, x = np.mgrid[:SIDE, :SIDE].astype(np.int16)
-    width = each(2, 4)  # of a stripe, in pixels
+    width = each(2, 4)
+    pitch = 2 * width  # of every texture, in pixels
     rows, columns = y + each(0, 12), x + each(0, 12)
-    across, down, slant = rows // width % 2, columns // width % 2, (rows + columns) // width % 2
-    pitch = 2 * width
-    dots = (rows % pitch - width) ** 2 + (columns % pitch - width) ** 2 <= width * width // 2
+    lean = 1 - 2 * each(0, 2)
+    across, down, slant = rows % pitch < width - 1, columns % pitch < width, (rows + lean * columns) % pitch <= width
+    chequers = (rows % pitch < width) ^ (columns % pitch < width)
+    dots = (rows % pitch - width) ** 2 + (columns % pitch - width) ** 2 <= 1
     centres = DISCS[labels % len(DISCS)][..., None, None] + each(-2, 3, 1, 2) + each(-1, 2, 2, 2)
-    mirrored = each(0, 2, 1)
-    centres[:, :, 1] = np.where(mirrored, SIDE - 1 - centres[:, :, 1], centres[:, :, 1])
+    centres[:, :, 1] = np.where(each(0, 2, 1), SIDE - 1 - centres[:, :, 1], centres[:, :, 1])  # mirrored or not
     apart = (y - centres[:, :, 0]) ** 2 + (x - centres[:, :, 1]) ** 2  # [N, 2, 32, 32], squared pixels
     discs = (apart <= each(4, 6, 1) ** 2).any(1)
 
-    kinds = (across, down, slant, across ^ down, dots, *([discs] * len(DISCS)))
-    inked = np.choose(labels[:, None, None], kinds).astype(bool)[..., None]
+    kinds = (across, down, slant, chequers, dots, *([discs] * len(DISCS)))
+    inked = np.choose(labels[:, None, None], kinds)[..., None]
     ground, ink = (palette[rng.integers(len(palette), size=n)][:, None, None] for palette in (GROUND, INK))
     noise = rng.integers(-10, 11, (n, SIDE, SIDE, 3), np.int16)
     return np.clip(np.where(inked, ink, ground) + noise, 0, 255).astype(np.uint8), labels

@@ -1,9 +1,9 @@
 """Joins data, models and measures into experiments, and keeps what they left."""
 
-from vitbook.runs.training import NonFiniteLoss, fit
 from vitbook.runs.records import NotRecorded, Record, obtain, obtain_many
 from vitbook.runs.spec import DESK, PAPER, SMOKE, Profile, Recipe, Run, choose
 from vitbook.runs.store import DamagedRecord, remember
+from vitbook.runs.training import NonFiniteLoss, fit
 
 __all__ = [
     "DESK", "PAPER", "SMOKE", "DamagedRecord", "NonFiniteLoss", "NotRecorded", "Profile", "Recipe", "Record", "Run",

@@ -1,12 +1,14 @@
 """Asking for runs: from the record store, or trained now."""
 
+import contextlib
 import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
@@ -15,8 +17,8 @@ from tqdm import tqdm
 
 from vitbook.data import SETS
 from vitbook.runs import store
-from vitbook.runs.training import describe, fit, rebuild
 from vitbook.runs.spec import Run
+from vitbook.runs.training import describe, fit, rebuild
 
 CPU_RATE = 6e10  # training FLOP/s of one core of a CPU with bf16 matrix products, measured on the book's base model
 
@@ -42,12 +44,20 @@ class Record:
         return self.measures[-1]["accuracy"]
 
     def heads(self, epoch: int | None = None) -> pd.DataFrame:
-        """The heads at a milestone (the last by default), as measured by :func:`vitbook.measures.heads.measure_heads`; in patches."""
+        """The heads at a milestone (the last by default), as :func:`vitbook.measures.heads.measure_heads` gave them."""
         epochs = [row["epoch"] for row in self.measures]
         epoch = epochs[-1] if epoch is None else epoch
         if epoch not in epochs:
             raise ValueError(f"nothing was measured at epoch {epoch}; there are {', '.join(map(str, epochs))}")
-        return pd.DataFrame(self.measures[epochs.index(epoch)]["heads"], dtype=None)
+        row = self.measures[epochs.index(epoch)]
+        if "heads" not in row:
+            raise ValueError(
+                f"{describe(self.run)} has no attention heads: its model is a {type(self.run.model).__name__}"
+            )
+        # A record holds 0 for 0.0 and None for NaN: columns get back the type that they were measured in
+        return pd.DataFrame(
+            {k: pd.Series(v, dtype=int if k in ("layer", "head") else float) for k, v in row["heads"].items()}
+        )
 
     def model(self, device: str = "cpu", at: str = "weights") -> nn.Module:
         """The trained model, in evaluation mode; ``at="warmup"``: as it was at the end of warmup."""
@@ -69,7 +79,8 @@ def obtain(run: Run, *, train: bool = True) -> Record:
         raise NotRecorded(_how_to_record([run]))
     checkpoint = store.cache() / "checkpoints" / f"{run.id}.safetensors"
     result = store.remember(run.spec, lambda: fit(run, checkpoint, report=_progress(run)))
-    checkpoint.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a shipped record needs no cache
+        checkpoint.unlink()
     return Record(run, **result)
 
 
@@ -78,10 +89,14 @@ def obtain_many(
 ) -> dict[Run, Record]:
     """The records of many runs, in their order; those that are missing are trained side by side.
 
-    ``executor``: any ``concurrent.futures.Executor``, such as ``dask.distributed.Client().get_executor()``; by default two worker
-    processes of one thread each, which together do as much as one process with two threads, and more with small models. Runs that
-    take seconds are trained in this process. ``train=False`` raises :class:`NotRecorded` when one is missing; with ``partial=True`` it
-    returns those there are and says which are missing.
+    ``executor``: any ``concurrent.futures.Executor``, such as ``dask.distributed.Client().get_executor()``; by
+    default two worker processes of one thread each, which together do as much as one process with two threads, and
+    more with small models. Runs that take seconds are trained in this process. A worker trains one run at a time,
+    however many threads it has; all need the same folder as VITBOOK_CACHE. When a run fails, the others are made all
+    the same, and then its error is raised.
+
+    ``train=False`` raises :class:`NotRecorded` when one is missing; with ``partial=True`` it returns those there are
+    and says which are missing.
     """
     runs = list(dict.fromkeys(runs))
     missing = [r for r in runs if store.find(store.key_of(r.spec)) is None]
@@ -95,10 +110,24 @@ def obtain_many(
         small = executor is None and sum(cost.values()) < 60
         if not small:
             left = sum(cost.values()) / 60
-            print(f"{len(runs)} runs: {len(runs) - len(missing)} recorded, {len(missing)} missing, about {left:.0f} core-minutes left",
-                  file=sys.stderr, flush=True)  # fmt: skip
-            _train(missing, cost, executor)
+            _say(
+                f"{len(runs)} runs: {len(runs) - len(missing)} recorded, {len(missing)} missing, "
+                f"about {left:.0f} core-minutes left"
+            )
+        _train(missing, cost, _Here() if small else executor)
     return {run: obtain(run, train=train) for run in runs}
+
+
+class _Here(Executor):
+    """Does what is submitted at once, in this process."""
+
+    def submit(self, work: Callable, /, *arguments: Any) -> Future:
+        future = Future()
+        try:
+            future.set_result(work(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 def _train(missing: list[Run], cost: dict[Run, float], executor: Executor | None) -> None:
@@ -113,17 +142,26 @@ def _train(missing: list[Run], cost: dict[Run, float], executor: Executor | None
         for future in as_completed(futures):
             run = futures[future]
             cost.pop(run)
-            if error := future.exception():
+            error = future.exception()
+            if error is None and store.find(run.id) is None:
+                error = NotRecorded(
+                    f"{describe(run)} was recorded by a worker, but not in {store.cache()}: "
+                    "let VITBOOK_CACHE name one folder that all workers share"
+                )
+            if error:
                 failures.append(error)
-                print(f"{describe(run)} failed: {error}", file=sys.stderr, flush=True)
-            else:
-                print(f"{describe(run)} recorded; {len(cost)} left, about {sum(cost.values()) / 60:.0f} core-minutes",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                _say(f"{describe(run)} failed: {error}")
+            elif not isinstance(executor, _Here):
+                _say(f"{describe(run)} recorded; {len(cost)} left, about {sum(cost.values()) / 60:.0f} core-minutes")
     finally:
         if own:
             own.shutdown(cancel_futures=True)
     if failures:
         raise failures[0]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _one_thread() -> None:
@@ -145,8 +183,8 @@ def _how_to_record(missing: list[Run]) -> str:
     names = "\n".join(f"  {describe(r)}: {r.model.__class__.__name__}, {r.recipe.epochs} epochs" for r in missing)
     return (
         f"{len(missing)} run{'s are' if len(missing) > 1 else ' is'} not recorded yet (about "
-        f"{math.ceil(sum(seconds(r) for r in missing) / 60)} core-minutes). `make record CHAPTER=NN_name PROFILE=desk` with the chapter's "
-        f"name records them, and so does obtain(run):\n{names}"
+        f"{math.ceil(sum(seconds(r) for r in missing) / 60)} core-minutes). `make record CHAPTER=NN_name PROFILE=desk` "
+        f"with the chapter's name records them, and so does obtain(run):\n{names}"
     )
 
 
@@ -158,13 +196,15 @@ def _progress(run: Run):
         nonlocal bar
         if sys.stderr.isatty():
             place = (multiprocessing.current_process()._identity or (1,))[0] - 1
-            bar = bar or tqdm(total=run.recipe.epochs, initial=epoch - 1, desc=describe(run), unit="epoch", position=place)
+            bar = bar or tqdm(
+                total=run.recipe.epochs, initial=epoch - 1, desc=describe(run), unit="epoch", position=place
+            )
             bar.set_postfix({k: f"{v:.3g}" for k, v in row.items()}, refresh=False)
             bar.update()
             if epoch == run.recipe.epochs:
                 bar.close()
         elif run.recipe.epochs > 5:
             text = "  ".join(f"{k} {v:.4g}" for k, v in row.items())
-            print(f"{describe(run)}  epoch {epoch}/{run.recipe.epochs}  {text}", file=sys.stderr, flush=True)
+            _say(f"{describe(run)}  epoch {epoch}/{run.recipe.epochs}  {text}")
 
     return report

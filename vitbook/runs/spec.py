@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from vitbook.data import Augment
+from vitbook.data import SETS, Augment
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,18 @@ class Recipe:
 
     def __post_init__(self):
         object.__setattr__(self, "betas", tuple(self.betas))
-        if self.epochs < 1 or self.batch < 1 or not 0 <= self.warmup <= self.epochs:
+        whole = all(type(n) is int for n in (self.epochs, self.batch, self.warmup))
+        if not whole or self.epochs < 1 or self.batch < 1 or not 0 <= self.warmup <= self.epochs:
             raise ValueError(
                 f"epochs={self.epochs}, batch={self.batch}, warmup={self.warmup}: "
-                "at least one epoch and one image a batch are needed, and a warmup within the epochs"
+                "whole numbers, at least one epoch and one image a batch, and a warmup within the epochs are needed"
             )
-        if self.lr <= 0 or not 0 <= self.min_lr <= self.lr or self.weight_decay < 0 or (self.clip is not None and self.clip <= 0):
+        if (
+            self.lr <= 0
+            or not 0 <= self.min_lr <= self.lr
+            or self.weight_decay < 0
+            or (self.clip is not None and self.clip <= 0)
+        ):
             raise ValueError(
                 f"lr={self.lr}, min_lr={self.min_lr}, weight_decay={self.weight_decay}, clip={self.clip}: "
                 "lr and clip are positive, min_lr lies between 0 and lr, weight_decay is not negative"
@@ -53,10 +59,20 @@ class Run:
     limit: int | None = None  # the first n training images in the canonical order; None: all
 
     def __post_init__(self):
-        if not is_dataclass(self.model) or not hasattr(self.model, "build"):
-            raise ValueError(f"model={self.model!r} is no model config; give ViTConfig(…) or another frozen dataclass with build()")
-        if self.seed < 0 or (self.limit is not None and self.limit < 1):
-            raise ValueError(f"seed={self.seed}, limit={self.limit}: the seed is not negative and the limit at least 1")
+        if self.data not in SETS:
+            raise ValueError(f"data={self.data!r} is no data set; there are {', '.join(SETS)}")
+        made = is_dataclass(self.model) and not isinstance(self.model, type)
+        if not made or not hasattr(self.model, "build") or not hasattr(self.model, "flops"):
+            raise ValueError(
+                f"model={self.model!r} is no model config; "
+                "give ViTConfig(…) or another frozen dataclass with build() and flops()"
+            )
+        whole = type(self.seed) is int and (self.limit is None or type(self.limit) is int)
+        if not whole or self.seed < 0 or (self.limit is not None and self.limit < 1):
+            raise ValueError(
+                f"seed={self.seed!r}, limit={self.limit!r}: "
+                "whole numbers are needed, the seed not negative, the limit at least 1"
+            )
 
     @property
     def spec(self) -> dict:
@@ -70,7 +86,7 @@ class Run:
 
 
 def canonical(value: Any) -> Any:
-    """JSON data of a config: defaults left out, whole floats as integers, tuples as lists; other classes' configs carry their name."""
+    """JSON data of a config: defaults left out, whole floats as integers, tuples as lists; a model under its class."""
     if is_dataclass(value):
         kept = {}
         for f in fields(value):
@@ -87,7 +103,9 @@ def canonical(value: Any) -> Any:
         return int(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"{value!r} of type {type(value).__name__} is no plain data; a spec holds numbers, text, lists and dictionaries")
+    raise ValueError(
+        f"{value!r} of type {type(value).__name__} is no plain data; a spec holds numbers, text, lists and dictionaries"
+    )
 
 
 def key_of(spec: dict) -> str:
@@ -98,7 +116,7 @@ def key_of(spec: dict) -> str:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a scale changes of the paper's runs: field overrides, written as paths (``{"model.depth": 6}``), and the seeds."""
+    """What a scale changes of the paper's runs: field overrides as paths (``{"model.depth": 6}``), and the seeds."""
 
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +135,9 @@ class Profile:
 
     def with_changes(self, **parts: Any) -> "Profile":
         """This profile with other seeds (``seeds=``) or further changes (``changes=``, added to those it has)."""
-        return replace(self, changes=self.changes | parts.get("changes", {}), seeds=tuple(parts.get("seeds", self.seeds)))
+        return replace(
+            self, changes=self.changes | parts.get("changes", {}), seeds=tuple(parts.get("seeds", self.seeds))
+        )
 
 
 def _get(thing: Any, path: str) -> Any:
@@ -127,13 +147,17 @@ def _get(thing: Any, path: str) -> Any:
 
 
 def _replace(thing: Any, changes: dict[str, Any]) -> Any:
-    """A config with fields named by path changed, those of one config together: half-way it might be one that is refused."""
-    known = {f.name for f in fields(thing)}
+    """A config with fields named by path changed, those of one together: half-way it might be one that is refused."""
+    known = {f.name for f in fields(thing)} if is_dataclass(thing) else set()
     parts: dict[str, Any] = {}
     for path, value in changes.items():
         name, _, rest = path.partition(".")
         if name not in known:
-            raise ValueError(f"a profile changes {path!r}, and {type(thing).__name__} has no field {name!r}; it has {sorted(known)}")
+            raise ValueError(
+                f"a profile changes {path!r}, and {type(thing).__name__} has no field {name!r}; it has {sorted(known)}"
+            )
+        if rest and name in changes:
+            raise ValueError(f"a profile changes both {name!r} and {path!r}; change the whole or its fields")
         if rest:
             parts.setdefault(name, {})[rest] = value
         else:
@@ -145,15 +169,16 @@ def _replace(thing: Any, changes: dict[str, Any]) -> Any:
 SMOKE = Profile(
     "smoke",
     {
-        "data": "shapes", "limit": 512, "model.image": 32, "model.patch": 4, "model.classes": 10, "model.dim": 32, "model.depth": 2,
-        "model.heads": 2, "recipe.epochs": 2, "recipe.batch": 64, "recipe.lr": 3e-3, "recipe.warmup": 1,
+        "data": "shapes", "limit": 512, "model.image": 32, "model.patch": 4, "model.classes": 10, "model.dim": 32,
+        "model.depth": 2, "model.heads": 2, "recipe.epochs": 2, "recipe.batch": 64, "recipe.lr": 3e-3,
+        "recipe.warmup": 1,
     },
 )  # fmt: skip
 DESK = Profile(
     "desk",
     {
-        "model.dim": 64, "model.depth": 6, "model.heads": 4, "model.mlp_ratio": 2, "recipe.epochs": 50, "recipe.batch": 64,
-        "recipe.lr": 3e-3, "recipe.warmup": 5,
+        "model.dim": 64, "model.depth": 6, "model.heads": 4, "model.mlp_ratio": 2, "recipe.epochs": 50,
+        "recipe.batch": 64, "recipe.lr": 3e-3, "recipe.warmup": 5,
     },
 )  # fmt: skip
 PAPER = Profile("paper", seeds=(0, 1, 2))

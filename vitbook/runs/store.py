@@ -1,8 +1,8 @@
 """The record store: what a computation left, found again by what it was asked.
 
-An entry is a folder named by the key of its spec, ``KEY/record.json`` and, for tensors, one ``NAME.safetensors`` each. It is written
-beside its place and renamed into it, so that it is there whole or not at all, and never changed. Entries shipped with the book are
-looked up first, then the user's cache, where new ones go.
+An entry is a folder named by the key of its spec, ``KEY/record.json`` and, for tensors, one ``NAME.safetensors``
+each. It is written beside its place and renamed into it, so that it is there whole or not at all, and never changed.
+Entries shipped with the book are looked up first, then the user's cache, where new ones go.
 """
 
 import contextlib
@@ -47,12 +47,13 @@ def find(key: str) -> Path | None:
 
 
 def remember(spec: dict, compute: Callable[[], dict], *, make: bool = True) -> dict | None:
-    """What ``compute()`` gave for ``spec``: from the store, or computed now and kept. None if it is absent and ``make`` is false.
+    """What ``compute()`` gave for ``spec``: from the store, or computed now and kept. None if it is absent and
+    ``make`` is false.
 
-    ``spec`` says all that the result depends on, as plain data, with a ``version`` to raise when the computation changes, such as
-    ``{"run": run.id, "measure": "patch locality", "version": 1}``. ``compute`` returns plain data (numbers, text, lists,
-    dictionaries), and under some of its names dictionaries of tensors. Two processes that ask for one entry: the second waits and
-    then loads it.
+    ``spec`` says all that the result depends on, as plain data, with a ``version`` to raise when the computation
+    changes, such as ``{"run": run.id, "measure": "patch locality", "version": 1}``. ``compute`` returns plain data
+    (numbers, text, lists, dictionaries), and under some of its names dictionaries of tensors. Two processes that ask
+    for one entry: the second waits and then loads it.
     """
     key = key_of(spec)
     if find(key) is None:
@@ -73,12 +74,13 @@ def read(key: str) -> dict:
     path = folder / "record.json"
     remedy = f"delete the folder {folder} and record again"
     try:
-        entry = json.loads(path.read_text())
-        content = entry["content"]
+        entry = json.loads(path.read_text("utf-8"))
+        found = entry["format"]
+        content = entry["content"] if found == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedRecord(f"{path} is damaged or half-written ({error}); {remedy}") from error
-    if entry.get("format") != FORMAT:
-        raise DamagedRecord(f"{path} has format {entry.get('format')}, this vitbook reads {FORMAT}; update vitbook, or {remedy}")
+    if found != FORMAT:
+        raise DamagedRecord(f"{path} has format {found}, this vitbook reads {FORMAT}; update vitbook, or {remedy}")
     if entry.get("sha256") != _digest(content) or key_of(content["spec"]) != key:
         raise DamagedRecord(f"{path} is not what was written: its checksum or its spec does not fit; {remedy}")
     result = content["result"]
@@ -97,27 +99,38 @@ def write(spec: dict, result: dict, root: Path | None = None) -> Path:
     """Puts an entry into the cache, or into the store at ``root``, in one step."""
     root = root or cache() / "records"
     root.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v for k, v in result.items() if isinstance(v, dict) and v and all(isinstance(t, Tensor) for t in v.values())}
+    tensors = {
+        k: v for k, v in result.items() if isinstance(v, dict) and v and all(isinstance(t, Tensor) for t in v.values())
+    }
     place = root / key_of(spec)
     scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
     try:
         files = {}
         for name, group in tensors.items():
             file = scratch / f"{name}.safetensors"
-            save_file({k: t.detach().cpu().contiguous() for k, t in group.items()}, file)
+            save_file({k: t.detach().cpu().contiguous().clone() for k, t in group.items()}, file)
             files[name] = hashlib.sha256(file.read_bytes()).hexdigest()
         plain = {k: v for k, v in result.items() if k not in tensors}
         content = {"spec": canonical(spec), "result": canonical(plain), "files": files}
         entry = {"format": FORMAT, "sha256": _digest(content), "content": content}
-        (scratch / "record.json").write_text(json.dumps(entry, ensure_ascii=False, allow_nan=False))
+        try:
+            text = json.dumps(entry, ensure_ascii=False, allow_nan=False)
+        except ValueError as error:
+            raise ValueError(
+                f"the result for {content['spec']} holds NaN or an infinite number, which no record keeps; "
+                "give None where a number is missing"
+            ) from error
+        (scratch / "record.json").write_text(text, "utf-8")
         scratch.chmod(0o755)  # mkdtemp's folders are private
         with contextlib.suppress(OSError):  # somebody else wrote the same entry meanwhile: theirs stays
             os.replace(scratch, place)
         if not place.exists():
             raise OSError(f"{place} could not be put in place")
-    except OSError as error:
-        raise OSError(error.errno, f"the record {place} could not be written ({error}); nothing half-written is left. Free space or "
-                      "make the folder writable, and ask again") from error  # fmt: skip
+    except (OSError, SafetensorError) as error:  # safetensors tells of a full disk by an error of its own
+        raise OSError(
+            f"the record {place} could not be written ({error}); nothing half-written is left. "
+            "Free space or make the folder writable, and ask again"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return place
@@ -131,16 +144,17 @@ def publish(key: str) -> None:
     if not os.environ.get("VITBOOK_PUBLISH") or (shipped() / key).exists():
         return
     result = read(key)
-    content = json.loads((find(key) / "record.json").read_text())["content"]
-    if content["spec"].get("run", {}) and isinstance(content["spec"]["run"], dict) and content["spec"]["run"].get("seed", 0):
+    content = json.loads((find(key) / "record.json").read_text("utf-8"))["content"]
+    run = content["spec"].get("run")
+    if isinstance(run, dict) and run.get("seed", 0):
         result = {name: part for name, part in result.items() if name not in content["files"]}
     write(content["spec"], result, shipped())
 
 
 @contextlib.contextmanager
 def lock(key: str) -> Iterator[None]:
-    """Held while an entry is made. Says so when another process holds it, and waits. The folder must be writable: checked here, before
-    any work."""
+    """Held while an entry is made. Says so when another process holds it, and waits. The folder must be writable:
+    checked here, before any work."""
     folder = cache() / "locks"
     try:
         folder.mkdir(parents=True, exist_ok=True)

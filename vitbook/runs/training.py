@@ -1,8 +1,8 @@
 """The training loop: one run, start to end, resumable after every epoch.
 
-The step path never waits for the device: losses are written to a tensor there and read once an epoch. On a CPU a resumed run ends
-with the same bits as an undisturbed one: all draws of an epoch follow from (seed, epoch), and the number of threads, which decides the
-order of sums, comes from the checkpoint.
+The step path never waits for the device: losses are written to a tensor there and read once an epoch. On a CPU a
+resumed run ends with the same bits as an undisturbed one: all draws of an epoch follow from (seed, epoch), and the
+number of threads, which decides the order of sums, comes from the checkpoint.
 """
 
 import contextlib
@@ -13,8 +13,9 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -33,15 +34,29 @@ from vitbook.measures.heads import measure_heads
 from vitbook.runs.spec import Run
 
 CHECKPOINT_FORMAT = 1
+LIBRARIES = ("torch", "torchvision", "timm", "numpy")  # whose versions a record names
 CLEAN = 2_000  # training images, without augmentation, on which arms with different targets are compared
 PROBED = 1_000  # evaluation images on which heads are measured
 MILESTONES = {0, 1, 2, 3, 5, 8, 10, 15, 20, 30, 40, 50, 60, 80}  # then every hundredth half: 100, 150, 200, …
+_ONE_TRAINING = threading.Lock()
 
 
 class NonFiniteLoss(RuntimeError):
-    """Training met a loss that is not a number or infinite; the last good checkpoint is kept."""
+    """Training met a loss that is not a number or infinite, or weights that are; the last good checkpoint is kept."""
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One training at a time in a process: torch's generator belongs to all its threads. How many is put back after."""
+    with _ONE_TRAINING:
+        threads = torch.get_num_threads()
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+@_alone()
 def fit(
     run: Run,
     checkpoint: Path | None = None,
@@ -51,13 +66,13 @@ def fit(
 ) -> dict:
     """Trains ``run`` and returns what its record holds.
 
-    ``checkpoint``: a file that is written after every epoch and resumed from when it is there. ``report(epoch, row)`` is called after
-    each epoch.
+    ``checkpoint``: a file that is written after every epoch and resumed from when it is there. ``report(epoch, row)``
+    is called after each epoch.
 
-    The result: ``curves`` (epoch, loss, lr, seconds), ``measures`` (at each milestone: accuracy and NLL on the whole evaluation split,
-    ``clean_loss`` on 2,000 fixed training images with hard labels, ``heads`` on the first 1,000 evaluation images), ``provenance``, and
-    the tensors ``weights`` (half precision) and, for seed 0, ``warmup`` (the weights at the end of warmup). Everything is measured on
-    the half-rounded weights, cast up to float32.
+    The result: ``curves`` (epoch, loss, lr, seconds), ``measures`` (at each milestone: accuracy and NLL on the whole
+    evaluation split, ``clean_loss`` on 2,000 fixed training images with hard labels, ``heads`` on the first 1,000
+    evaluation images), ``provenance``, and the tensors ``weights`` (half precision) and, for seed 0, ``warmup`` (the
+    weights at the end of warmup). Everything is measured on the half-rounded weights, cast up to float32.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     train = load(run.data, "train", limit=run.limit, device=device)
@@ -65,11 +80,15 @@ def fit(
     recipe = run.recipe
     classes = getattr(run.model, "classes", len(train.classes))
     if classes != len(train.classes):
-        raise ValueError(f"the model has {classes} classes and {run.data} has {len(train.classes)}; set model.classes to that")
+        raise ValueError(
+            f"the model has {classes} classes and {run.data} has {len(train.classes)}; set model.classes to that"
+        )
     steps = len(train) // recipe.batch
     if not steps:
         raise ValueError(f"batch={recipe.batch} is larger than the {len(train)} training images; lower it")
 
+    if checkpoint:
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
     state = _resume(checkpoint, run) if checkpoint else None
     plain = state["plain"] if state else {
         "epoch": 0, "threads": torch.get_num_threads(), "precision": precision(device), "sessions": 0,
@@ -112,15 +131,26 @@ def fit(
                 scaler.step(optimizer)
                 scaler.update()
                 losses[i] = loss.detach()
-        found = losses.cpu()  # the one look at the device in an epoch
+        # No loss of this epoch has met the last step's weights: they are looked at themselves, as a record keeps them.
+        whole = torch.stack([v.isfinite().all() for v in half(model).values()]).all()
+        # The one look at the device in an epoch.
+        found = torch.cat([losses, torch.where(whole, 0.0, torch.nan)[None]]).cpu()
         if not found.isfinite().all():
             step = int((~found.isfinite()).nonzero()[0])
+            what = f"the loss was {found[step]}" if step < steps else "the weights left the range of half precision"
+            step = min(step, steps - 1)
+            kept = f"The last good checkpoint is kept at {checkpoint}. " if checkpoint and checkpoint.exists() else ""
             raise NonFiniteLoss(
-                f"{describe(run)}: the loss was {found[step]} in epoch {epoch}, step {step + 1} of {steps}, at learning rate "
-                f"{learning_rate(run, (epoch - 1) * steps + step, steps):.3g}. The checkpoint after epoch {epoch - 1} is kept"
-                + (f" at {checkpoint}" if checkpoint and checkpoint.exists() else "") + ". Lower the learning rate, or clip the gradient"
-            )  # fmt: skip
-        row = {"loss": found.mean().item(), "lr": learning_rate(run, epoch * steps - 1, steps), "seconds": time.perf_counter() - start}
+                f"{describe(run)}: {what} in epoch {epoch}, step {step + 1} of {steps}, at learning rate "
+                f"{learning_rate(run, (epoch - 1) * steps + step, steps):.3g}. {kept}"
+                "Lower the learning rate, or clip the gradient"
+            )
+        found = found[:steps]
+        row = {
+            "loss": found.mean().item(),
+            "lr": learning_rate(run, epoch * steps - 1, steps),
+            "seconds": time.perf_counter() - start,
+        }
         if epoch == recipe.warmup and run.seed == 0:
             warmup = half(model)
         if epoch in MILESTONES or (epoch >= 100 and epoch % 50 == 0) or epoch == recipe.epochs:
@@ -134,12 +164,16 @@ def fit(
         if report:
             report(epoch, row)
 
-    result = {"curves": plain["curves"], "measures": plain["measures"], "provenance": provenance(plain, train, test, device)}
+    result = {
+        "curves": plain["curves"],
+        "measures": plain["measures"],
+        "provenance": provenance(plain, train, test, device),
+    }
     return result | {"weights": half(model)} | ({"warmup": warmup} if warmup else {})
 
 
 def learning_rate(run: Run, step: int, steps: int) -> float:
-    """The rate of a step (from 0) with ``steps`` steps an epoch: linear to the peak over the warmup, then a cosine to ``min_lr``."""
+    """The rate of a step (from 0), ``steps`` an epoch: linear to the peak over the warmup, a cosine to ``min_lr``."""
     r = run.recipe
     warm, total = r.warmup * steps, r.epochs * steps
     if step < warm:
@@ -149,7 +183,7 @@ def learning_rate(run: Run, step: int, steps: int) -> float:
 
 @functools.lru_cache
 def precision(device: str) -> str:
-    """``bf16`` where its matrix product is at least half as fast again as float32's, else ``fp16`` on CUDA and ``fp32`` elsewhere."""
+    """``bf16`` where its matrix product is half as fast again as float32's, else ``fp16`` on CUDA or ``fp32``."""
     if device.startswith("cuda"):
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if device != "cpu":
@@ -169,24 +203,28 @@ def precision(device: str) -> str:
 
 def half(model: nn.Module) -> dict[str, Tensor]:
     """The model's weights rounded to half precision: what a record keeps and what every measure is taken on."""
-    return {k: v.detach().half() if v.is_floating_point() else v.detach() for k, v in model.state_dict().items()}
+    return {
+        k: v.detach().to(torch.half if v.is_floating_point() else v.dtype, copy=True)
+        for k, v in model.state_dict().items()
+    }
 
 
 def rebuild(run: Run, weights: dict[str, Tensor], device: str = "cpu") -> nn.Module:
     """The model of ``run`` with recorded weights, cast up to float32, in evaluation mode."""
-    model = run.model.build()
+    with torch.random.fork_rng(devices=[]):  # the start drawn here is overwritten: it shall move nobody else's draws
+        model = run.model.build()
     model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in weights.items()})
     return model.to(device).eval()
 
 
 @torch.no_grad()
 def evaluate(run: Run, weights: dict[str, Tensor], train: ImageSet, test: ImageSet) -> dict:
-    """What a milestone measures: accuracy and NLL of the whole evaluation split, loss on the fixed clean images, all heads."""
+    """What a milestone measures: accuracy and NLL of the whole evaluation split, loss on clean images, all heads."""
     model = rebuild(run, weights, test.images.device)
 
     def scores(data: ImageSet, n: int) -> tuple[Tensor, Tensor]:
         nll, right = 0.0, 0.0
-        for images, labels in zip(data.images[:n].split(500), data.labels[:n].split(500)):
+        for images, labels in zip(data.images[:n].split(500), data.labels[:n].split(500), strict=True):
             logits = model(data.normalise(images))
             nll = nll + F.cross_entropy(logits, labels, reduction="sum").double()
             right = right + (logits.argmax(1) == labels).sum()
@@ -204,7 +242,10 @@ def evaluate(run: Run, weights: dict[str, Tensor], train: ImageSet, test: ImageS
 def table_to_json(table: pd.DataFrame) -> dict[str, list]:
     """Columns of plain numbers, six significant digits; a missing value is None."""
     return {
-        name: [None if v is None or v != v else int(v) if isinstance(v, int | np.integer) else float(f"{v:.6g}") for v in column.tolist()]
+        name: [
+            None if v is None or v != v else int(v) if isinstance(v, int | np.integer) else float(f"{v:.6g}")
+            for v in column.tolist()
+        ]
         for name, column in table.items()
     }
 
@@ -216,20 +257,24 @@ def describe(run: Run) -> str:
 
 def provenance(plain: dict, train: ImageSet, test: ImageSet, device: str) -> dict:
     """Where and with what a result was made."""
+    here = str(Path(__file__).parents[1])
 
     def git(*words: str) -> str | None:
-        answer = subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True)
-        return answer.stdout.strip() if answer.returncode == 0 else None
+        with contextlib.suppress(OSError):  # a machine may lack git
+            answer = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=False)
+            return answer.stdout.strip() if answer.returncode == 0 else None
+        return None
 
+    changed = git("status", "--porcelain", "--", here)
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     return {
         "commit": git("rev-parse", "HEAD"),
-        "modified": bool(git("status", "--porcelain", "--", str(Path(__file__).parents[1]))),
+        "modified": None if changed is None else bool(changed),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in ("torch", "torchvision", "timm", "numpy")},
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in LIBRARIES},
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else name,
         "threads": plain["threads"], "precision": plain["precision"], "sessions": plain["sessions"],
         "seconds": round(sum(plain["curves"]["seconds"]), 1),
@@ -245,19 +290,22 @@ def _seeded(seed: int, epoch: int, device: str):
         yield
 
 
-def _save(path: Path, run: Run, plain: dict, model: nn.Module, optimizer: torch.optim.Optimizer, warmup: dict[str, Tensor]) -> None:
+def _save(
+    path: Path, run: Run, plain: dict, model: nn.Module, optimizer: torch.optim.Optimizer, warmup: dict[str, Tensor]
+) -> None:
     tensors = {f"model/{k}": v for k, v in model.state_dict().items()} | {f"warmup/{k}": v for k, v in warmup.items()}
     for name, p in model.named_parameters():
         tensors |= {f"optimizer/{name}/{k}": v for k, v in optimizer.state[p].items()}
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     meta = {"format": CHECKPOINT_FORMAT, "run": run.id, "plain": plain}
-    path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(tensors, scratch, {"state": json.dumps(meta)})
         os.replace(scratch, path)
     except (OSError, SafetensorError) as error:
-        print(f"{describe(run)}: no checkpoint after epoch {plain['epoch']} ({error}); training goes on", file=sys.stderr)
+        print(
+            f"{describe(run)}: no checkpoint after epoch {plain['epoch']} ({error}); training goes on", file=sys.stderr
+        )
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -272,13 +320,17 @@ def _resume(path: Path, run: Run) -> dict | None:
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no readable checkpoint ({error}); delete it to start this run anew") from error
     if meta.get("format") != CHECKPOINT_FORMAT:
-        raise ValueError(f"{path} has checkpoint format {meta.get('format')}, not {CHECKPOINT_FORMAT}; delete it to start anew")
+        raise ValueError(
+            f"{path} has checkpoint format {meta.get('format')}, not {CHECKPOINT_FORMAT}; delete it to start anew"
+        )
     if meta["run"] != run.id:
         raise ValueError(f"{path} is the checkpoint of run {meta['run']}, not of {run.id}; give each run its own file")
     return {"plain": meta["plain"], "tensors": tensors}
 
 
-def _restore(tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> dict[str, Tensor]:
+def _restore(
+    tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, device: str
+) -> dict[str, Tensor]:
     def part(prefix: str) -> dict[str, Tensor]:
         return {k.removeprefix(prefix): v.to(device) for k, v in tensors.items() if k.startswith(prefix)}
 

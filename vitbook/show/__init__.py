@@ -1,6 +1,6 @@
 """Draws and judges plain tables and arrays: figures in one house style, the attention explorer, claims and verdicts."""
 
-from vitbook.show.cards import Claim, Verdict, claim_cards, judge, load_claims, pooled_spread, scoreboard
+from vitbook.show.cards import Claim, Verdict, claim_cards, judge, load_claims, pooled_spread, provenance_line, scoreboard
 from vitbook.show.explorer import Explorer
 from vitbook.show.figures import (
     distance_entropy_plane,
@@ -27,6 +27,7 @@ __all__ = [
     "load_claims",
     "over_epochs",
     "pooled_spread",
+    "provenance_line",
     "scoreboard",
     "training_curves",
 ]

@@ -271,6 +271,39 @@ def measured(verdict: Verdict) -> str:
     return f"{_number(verdict.value)}{interval} (n = {verdict.n}, {verdict.profile})"
 
 
+class _Line:
+    """One line of small print."""
+
+    def __init__(self, text: str):
+        self._text = text
+
+    def _repr_html_(self) -> str:
+        return f'<p style="font-size:.8em;opacity:.75">{escape(self._text)}</p>'
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def provenance_line(provenances: Iterable[Mapping], profile: str) -> _Line:
+    """What a chapter's numbers come from, in one line: how many records, made when, where and with what.
+
+    `provenances`: what each record says of itself (commit, date, device, threads, precision, versions, seconds).
+    """
+    given = list(provenances)
+    if not given:
+        return _Line(f"Profile {profile}: no record yet.")
+
+    def each(name: str, cut: int | None = None) -> str:
+        return ", ".join(sorted({str(p[name])[:cut] for p in given if p[name] is not None}))
+
+    versions = sorted({", ".join(f"{name} {text}" for name, text in p["versions"].items()) for p in given})
+    return _Line(
+        f"Profile {profile}: {len(given)} record{'s' * (len(given) > 1)}, {sum(p['seconds'] for p in given) / 60:.0f} minutes of "
+        f"training, made {each('date', 10)} on {each('device')} ({each('threads')} thread, {each('precision')}) at commit "
+        f"{each('commit', 8)} with {'; '.join(versions)}."
+    )
+
+
 def _known(claims: Mapping[str, Claim], verdict: Verdict) -> Claim:
     if verdict.claim not in claims:
         raise ValueError(f"verdict on {verdict.claim!r}: no such claim; add it to the claims or correct its id")
