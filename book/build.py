@@ -106,17 +106,19 @@ def write(path: Path, text: str) -> None:
 
 
 def pair() -> None:
-    """Write the set-up cell into each chapter's text and its notebook from that text (cell ids are kept)."""
+    """Write kernel and set-up cell into each chapter's text, and its notebook from that text (cell ids are kept)."""
     source = SETUP_CELL.format(repository=address(), branch=BRANCH)
     for notebook in chapters():
         text = notebook.with_suffix(".py")
-        content = jupytext.read(text)
+        # By way of a notebook, whose keys are sorted: text and notebook then have them in one order.
+        content = nbformat.reads(nbformat.writes(jupytext.read(text)), as_version=4)
         setups = [cell for cell in content.cells if "colab" in cell.metadata.get("tags", [])]
         if len(setups) != 1:
             raise ValueError(
                 f"{text.name} has {len(setups)} cells tagged colab; a chapter has one, its first code cell"
             )
         setups[0].source = source
+        content.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": KERNEL}
         write(text, as_text(content))
         jupytext_cli(["--quiet", "--to", "ipynb", "--update", str(text)])
     write(ROOT / "README.md", filled((ROOT / "README.md").read_text(encoding="utf-8"), "claims", claims_table()))

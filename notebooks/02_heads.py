@@ -36,14 +36,15 @@ answer = display(Markdown("*The answer stands here once the chapter has run.*"),
 # %% [markdown]
 # | | |
 # | - | - |
-# | **question** | A Vision Transformer is not told which patches are neighbours. Once it is trained, where do its heads look? |
-# | **claim under test** | Source B {cite:p}`smallvit2026heads`: in its final CIFAR-10 model the heads of one early layer look nearby (layer 1 at 8.1 px, where looking everywhere alike gives 16.5 px) and are the most selective ones (2.6 of 4.17 nats); the last layer looks almost everywhere (15.9 px) |
-# | **what is run** | one ViT, trained on CIFAR-10 with CutMix; source B's shape where it is known, and smaller on this page |
-# | **what you take home** | two numbers and three masses that say where a head looks, what each of them hides, and five lines that measure a model of your own |
+# | **question** | Nobody tells a ViT which patches are neighbours. Once it is trained, where do its heads look? |
+# | **claim under test** | source B {cite:p}`smallvit`: an early layer looks near, selectively; the last, everywhere |
+# | **its numbers** | layer 1: 8.1 px, 2.6 nats; layer 6: 15.9 px; a head that looks everywhere: 16.5 px, 4.17 nats |
+# | **what is run** | one ViT on CIFAR-10 with CutMix: B's shape as far as it is known, and smaller on this page |
+# | **to take home** | two numbers and three masses for every head, and five lines that measure a model of yours |
 #
-# Chapter 01 ended with an untrained model whose heads all look everywhere. Here we build the instruments first, on heads
-# whose answer is known beforehand, and only then point them at a trained model. The rest of the book uses them as they are
-# defined here.
+# Chapter 01 ended with an untrained model whose heads all look everywhere. Here we build the instruments first, on
+# heads whose answer is known beforehand, and only then point them at a trained model. The rest of the book uses them
+# as they are defined here.
 
 # %% tags=["parameters", "hide-input"]
 profile: str = "desk"
@@ -51,36 +52,26 @@ train: bool = False  # True: train what is not recorded
 
 # %% tags=["hide-input"]
 from dataclasses import replace
-from io import BytesIO
 from math import hypot, log
-from pathlib import Path
 
-import ipywidgets as widgets
 import pandas as pd
-import timm
 import torch
-from matplotlib.figure import Figure
 
 from vitbook.data import Augment, load_or_shapes
-from vitbook.measures.heads import (
-    attention_distance, attention_entropy, cls_maps, measure_heads, neighbours, patch_distances, reference_heads, rollout,
-)  # fmt: skip
-from vitbook.models.adapters import capture
-from vitbook.models.vit import ViTConfig, from_timm
+from vitbook.measures.heads import attention_distance, attention_entropy, neighbours, patch_distances, reference_heads
+from vitbook.models.vit import ViTConfig
 from vitbook.runs import DESK, Recipe, Run, choose, obtain_many
-from vitbook.runs.records import seconds
-from vitbook.show import (
-    Explorer, claim_cards, distance_entropy_plane, head_grid, heads_by_layer, house_style, judge, layer_profile,
-    load_claims, over_epochs, provenance_line,
-)  # fmt: skip
+from vitbook.runs.records import CPU_RATE, seconds
+from vitbook.show import distance_entropy_plane, heads_by_layer, house_style, layer_profile, over_epochs
 
 house_style()
 
 # %% [markdown]
 # ## The experiment
 #
-# `paper` is source B's shape: 7 layers of 6 heads on 8 × 8 patches of 4 px. The post gives neither width nor optimiser,
-# nor how the images were mixed; width 384, MLP ratio 2 and the recipe are our choice. A profile changes what the table lists.
+# `paper` is source B's shape: 7 layers of 6 heads on 8 × 8 patches of 4 px. The post gives neither width nor
+# optimiser, nor how the images were mixed; width 384, MLP ratio 2 and the recipe are our choice. A profile changes
+# what the table lists.
 
 # %%
 paper = Run(
@@ -94,23 +85,30 @@ runs = [replace(scale.scale(paper), seed=s) for s in scale.seeds]
 records = obtain_many(runs, train=train or scale.name == "smoke", partial=True)
 scale.differences(paper)
 
+
 # %% tags=["hide-input"]
-costs = {}
-for offered in (choose("smoke"), desk, choose("paper")):
-    run = offered.scale(paper)
-    costs[offered.name] = {
+def clock(time: float) -> str:
+    """Seconds as people say them."""
+    return f"{time:.0f} s" if time < 60 else f"{time / 60:.0f} min" if time < 7200 else f"{time / 3600:.0f} h"
+
+
+def cost(run: Run) -> dict[str, str]:
+    """Estimates for one run, from its floating-point operations."""
+    return {
         "data": run.data,
-        "seeds": len(offered.seeds),
-        "PFLOP a run": f"{seconds(run) * 6e10 / 1e15:.3g}",
-        "training on one CPU core": f"{seconds(run) / 60:,.0f} min a run",
-        "on a GPU at 100 TFLOP/s": f"{seconds(run) * 6e10 / 1e14 / 60:.1f} min a run",
+        "on one CPU core": clock(seconds(run)),
+        "on a GPU at 100 TFLOP/s": clock(seconds(run) * CPU_RATE / 1e14),
     }
-pd.DataFrame(costs).T.rename_axis("profile (estimates)")
+
+
+offers = (choose("smoke"), desk, choose("paper"))
+costs = {offer.name: {"runs": len(offer.seeds)} | cost(offer.scale(paper)) for offer in offers}
+pd.DataFrame(costs).T.rename_axis("training, a run")
 
 # %% [markdown]
-# This page is `desk`, read from records in seconds. Why with CutMix {cite:p}`yun2019cutmix`? Because in our pilots of this
-# size a model without it stayed closer to uniform, and there would be less to look at. *Why* CutMix does that is the
-# question of chapter 04.
+# This page is `desk`, read from records in seconds. Why with CutMix {cite:p}`yun2019cutmix`? Because in our pilots of
+# this size a model without it stayed closer to uniform, and there would be less to look at. *Why* CutMix does that is
+# the question of chapter 04.
 
 # %% tags=["hide-input"]
 model = runs[0].model
@@ -135,18 +133,20 @@ missing = Markdown("*Nothing to show: the run is not recorded yet.*")
 # %% [markdown]
 # ## Two numbers
 #
-# Take one head of one layer. For each image it leaves a matrix $A$ of $T \times T$ weights, where $T = 1 + N$: CLS first,
-# then the $N = 64$ patches. Row $i$ says how query $i$ shares its attention over all keys $j$; it sums to one. Nobody wants
-# to read 65 × 65 numbers per head and image, so source B keeps two.
+# Take one head of one layer. For each image it leaves a matrix $A$ of $T \times T$ weights, where $T = 1 + N$: CLS
+# first, then the $N = 64$ patches. Row $i$ says how query $i$ shares its attention over all keys $j$; it sums to one.
+# Nobody wants to read 65 × 65 numbers per head and image, so source B keeps two.
 #
-# **How far?** Let $\Delta_{ij}$ be the distance between the centres of patches $i$ and $j$. The *mean attention distance* is
+# **How far?** Let $\Delta_{ij}$ be the distance between the centres of patches $i$ and $j$. The *mean attention
+# distance* is
 #
 # $$
-# \mathrm{distance} = \frac1B\sum_b \frac1N \sum_{i=1}^{N} \frac{\sum_{j=1}^{N} A_{ij}\,\Delta_{ij}}{\sum_{j=1}^{N} A_{ij}}
+# \mathrm{distance} = \frac1B\sum_b \frac1N \sum_{i=1}^{N}
+# \frac{\sum_{j=1}^{N} A_{ij}\,\Delta_{ij}}{\sum_{j=1}^{N} A_{ij}}
 # $$
 #
-# in pixels, averaged over patch queries $i$ and images $b$. CLS has no place in the image, so its column is dropped and the
-# rest of the row is scaled up to one again.
+# in pixels, averaged over patch queries $i$ and images $b$. CLS has no place in the image, so its column is dropped
+# and the rest of the row is scaled up to one again.
 #
 # **How selectively?** The *entropy*
 #
@@ -154,8 +154,8 @@ missing = Markdown("*Nothing to show: the run is not recorded yet.*")
 # \mathrm{entropy} = \frac1B\sum_b \frac1N\sum_{i=1}^{N}\Bigl(-\sum_{j=0}^{N} A_{ij}\ln A_{ij}\Bigr)
 # $$
 #
-# is 0 nats for a head that stares at one key, and $\ln 65 = 4.174$ for one that looks everywhere alike, CLS included. Its
-# exponential reads as a number of *effective tokens*: 2.6 nats are about 13 tokens shared evenly.
+# is 0 nats for a head that stares at one key, and $\ln 65 = 4.174$ for one that looks everywhere alike, CLS included.
+# Its exponential reads as a number of *effective tokens*: 2.6 nats are about 13 tokens shared evenly.
 #
 # By hand, for a made-up head that spreads its weight over the 3 × 3 window around each patch:
 
@@ -164,37 +164,51 @@ A = reference_heads(grid)["3×3 window"]  # [N, N]; no CLS here, rows sum to one
 delta = patch_distances(grid, "px", patch)  # [N, N], in pixels
 
 distance = (A * delta).sum(1).mean()
-entropy = torch.special.entr(A).sum(1).mean()  # entr(a) = -a ln a, and 0 at a = 0
+entropy = torch.special.entr(A).sum(1).mean()  # entr(a) = -a ln a
 
 head = A[None, None]  # [B, H, T, T], as a model gives it
-assert torch.allclose(distance.float(), attention_distance(head, grid, prefix=0, unit="px", patch=patch))
-assert torch.allclose(entropy.float(), attention_entropy(head, prefix=0))
-print(f"distance {distance:.3f} px, entropy {entropy:.4f} nats = {entropy.exp():.1f} effective tokens")
+ours = attention_distance(head, grid, prefix=0, unit="px", patch=patch)
+assert torch.allclose(ours, distance.float())
+assert torch.allclose(attention_entropy(head, prefix=0), entropy.float())
+print(f"distance {distance:.3f} px, entropy {entropy:.4f} nats")
+print(f"as selective as {entropy.exp():.1f} tokens shared evenly")
 
 # %% [markdown]
 # Nine keys, but fewer than nine effective tokens: at the border the window is cut off.
 #
 # ## Three made-up heads
 #
-# Source B explains its numbers with three heads: a *local* one, one that is *focused but far*, on three patches, and a
-# *uniform* one. Here they are with a slider each. The white square is the query; under each map stand the numbers of that one
-# query, without CLS. The sliders work on the page as it is, no kernel needed: every position was drawn beforehand.
+# Source B explains its numbers with three heads: a *local* one, one that is *focused but far*, on three patches, and
+# a *uniform* one. Here they are with a slider each. The square is the query; under each map stand the numbers of that
+# one query, without CLS. The sliders work on the page as it is, no kernel needed: every position was drawn
+# beforehand.
+
 
 # %% tags=["hide-input"]
-def picture(head: torch.Tensor, query: int) -> widgets.Image:
+from base64 import b64encode
+from io import BytesIO
+
+import ipywidgets as widgets
+from matplotlib.figure import Figure
+
+
+def picture(head: torch.Tensor, query: int) -> widgets.HTML:
     """Where one query of a made-up head [N,N] looks, with its distance and entropy."""
     row = head[query]
     far, nats = (row * delta[query]).sum(), torch.special.entr(row).sum()
-    figure = Figure(figsize=(2.1, 2.4), dpi=96, layout="constrained")
+    figure = Figure(figsize=(2.1, 2.4), layout="constrained")
     axes = figure.add_subplot(xticks=[], yticks=[], xlabel=f"distance {far:.1f} px\nentropy {nats:.2f} nats")
     axes.imshow(row.view(grid), vmin=0)
-    axes.plot(query % grid[1], query // grid[1], marker="s", markersize=13, mfc="none", mec="white")
+    for colour, width in (("black", 3), ("white", 1.2)):
+        axes.plot(query % grid[1], query // grid[1], marker="s", ms=12, mfc="none", mec=colour, mew=width)
     figure.savefig(buffer := BytesIO(), format="png")
-    return widgets.Image(value=buffer.getvalue(), tooltip=f"distance {far:.1f} pixels, entropy {nats:.2f} nats")
+    source = f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
+    return widgets.HTML(f'<img width="200" src="{source}" alt="a map: distance {far:.1f} px, entropy {nats:.2f} nats">')
 
 
+# %% tags=["hide-input"]
 def slide(title: str, knob: str, heads: dict[str, tuple[torch.Tensor, int]], start: int) -> widgets.VBox:
-    """A slider that turns over the pictures of `heads`, setting → (head, query), without a kernel."""
+    """A slider that turns over the pictures of `heads`, setting → (head, query); it needs no kernel."""
     stack = widgets.Stack([picture(*head) for head in heads.values()], selected_index=start)
     slider = widgets.SelectionSlider(options=list(heads), index=start, layout={"width": "210px"})
     widgets.jslink((slider, "index"), (stack, "selected_index"))
@@ -209,41 +223,45 @@ def local(sigma: float) -> torch.Tensor:
 
 def far(keys: int) -> torch.Tensor:
     """Equal weights on the patches that are farthest away."""
-    return torch.zeros_like(delta).scatter(1, delta.topk(keys, dim=1).indices, 1 / keys)
+    farthest = delta.topk(keys, dim=1).indices
+    return torch.zeros_like(delta).scatter(1, farthest, 1 / keys)
 
 
-here, even = 2 * grid[1] + 3, reference_heads(grid)["uniform"]  # the query in row 2, column 3
+even = reference_heads(grid)["uniform"]
+here = 2 * grid[1] + 3  # the query in row 2, column 3
 widths, counts = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4), (1, 2, 3, 4, 6, 9, 16, 32)
-places = {f"({r}, {min(r, 3)})": r * grid[1] + min(r, 3) for r in range(grid[0] // 2)} | {"(2, 3)": here}
-sliders = (
-    slide("local", "width σ, in patches", {f"{s}": (local(s), here) for s in widths}, 3),
-    slide("focused but far", "number of patches", {f"{k}": (far(k), here) for k in counts}, 2),
-    slide("uniform", "query at (row, column)", {name: (even, q) for name, q in places.items()}, len(places) - 1),
-)
-widgets.HBox(sliders, layout={"flex_flow": "row wrap"})
+places = {f"({r}, {c})": r * grid[1] + c for r, c in ((0, 0), (1, 1), (2, 2), (3, 3), (2, 3))}
+
+# %% tags=["hide-input"]
+near_head = slide("local", "width σ, in patches", {str(w): (local(w), here) for w in widths}, 3)
+far_head = slide("focused but far", "number of patches", {str(k): (far(k), here) for k in counts}, 2)
+even_head = slide("uniform", "query at (row, column)", {name: (even, q) for name, q in places.items()}, 4)
+widgets.HBox([near_head, far_head, even_head], layout={"flex_flow": "row wrap"})
 
 # %% [markdown]
 # What to try:
 #
-# - Set *local* to σ = 1 and *far* to 3 patches. The far head has the **lower** entropy, $\ln 3 = 1.10$ nats. So entropy
-#   does not tell near from far; distance does.
+# - Set *local* to σ = 1 and *far* to 3 patches. The far head has the **lower** entropy, $\ln 3 = 1.10$ nats. So
+#   entropy does not tell near from far; distance does.
 # - Widen *local* to σ = 4. Its distance comes close to that of the uniform head, and its entropy too.
-# - Move the uniform head's query from the corner (0, 0) to the centre (3, 3): the same head reads 21.9 px and 12.4 px,
-#   because a corner has more that is far away. Source B draws its uniform head from one patch and prints 13.3 px; that is
-#   the patch at (2, 3), or one of its mirror images. Over all 64 queries a uniform head reads 16.5 px.
+# - Move the uniform head's query from the corner (0, 0) to the centre (3, 3): the same head reads 21.9 px and 12.4
+#   px, because a corner has more that is far away. Source B draws its uniform head from one patch and prints 13.3 px;
+#   that is the patch at (2, 3), or one of its mirror images. Over all 64 queries a uniform head reads 16.5 px.
 #
 # Distance parts the first two heads, entropy the last two. That is why source B plots one against the other.
 #
 # ## Reference heads
 #
-# More heads with a known answer, in the units that the literature uses: patches, pixels, parts of the largest distance
-# between two centres ($7\sqrt2$ patches), parts of the image's diagonal ($8\sqrt2$ patches). Windows are cut off at the border;
-# there is no CLS. The last two columns are **masses**: the mean weight on the query's own patch, and on its eight neighbours.
+# More heads with a known answer, in the units that the literature uses: patches, pixels, parts of the largest
+# distance between two centres ($7\sqrt2$ patches), parts of the image's diagonal ($8\sqrt2$ patches). Windows are cut
+# off at the border; there is no CLS. The last two columns are **masses**: the mean weight on the query's own patch,
+# and on its eight neighbours.
 
 # %% tags=["hide-input"]
 touching, rows = neighbours(grid), {}
 for name, A in reference_heads(grid).items():
-    patches, nats = attention_distance(A[None, None], grid, prefix=0).item(), attention_entropy(A[None, None], prefix=0).item()
+    patches = attention_distance(A[None, None], grid, prefix=0).item()
+    nats = attention_entropy(A[None, None], prefix=0).item()
     rows[name] = {
         "patches": patches,
         "px": patches * patch,
@@ -258,24 +276,24 @@ reference = pd.DataFrame(rows).T
 reference.round({"px": 3} | dict.fromkeys(reference.columns.drop("px"), 4)).rename_axis("head")
 
 # %% [markdown]
-# Keep two landmarks for later: 3 × 3 windows read about 4 px and 5 × 5 windows about 7 px. When source B says that three
-# heads of its layer 1 read 5–6 px, it describes heads between these two windows.
+# Keep two landmarks for later: 3 × 3 windows read about 4 px and 5 × 5 windows about 7 px. When source B says that
+# three heads of its layer 1 read 5–6 px, it describes heads between these two windows.
 #
 # ## What distance and entropy hide
 #
 # Look at two rows of that table.
 #
-# - *One near-centre key*: every query, wherever it is, stares at the same patch near the centre. There is no locality in that
-#   head at all. It reads 0.3125 of the largest distance, well below the uniform head's 0.4178, because no place is far from
-#   the centre.
+# - *One near-centre key*: every query, wherever it is, stares at the same patch near the centre. There is no locality
+#   in that head at all. It reads 0.3125 of the largest distance, well below the uniform head's 0.4178, because no
+#   place is far from the centre.
 # - *92 % self*: every query looks almost only at itself. It reads 0.008, the nearest of all. It does not look at its
 #   neighbourhood; it hardly looks at all.
 #
-# Both numbers occur in the literature this book is about. Source A {cite:p}`santiago2026cutmix` reports 0.316 for the nearest
-# head of a plainly trained model, and 0.008 with its full recipe, and reads the second as attention to the neighbourhood.
-# Arithmetic says otherwise. Any other patch is at least one patch away, so the weight that leaves a patch is at most the
-# distance in patches: $0.008 \cdot 7\sqrt2 = 0.08$. At least 92 % stays at home. (If the unit is indeed the largest distance.
-# The part of that paper that defines it could not be read.)
+# Both numbers occur in the literature this book is about. Source A {cite:p}`santiago2026cutmix` reports 0.316 for the
+# nearest head of a plainly trained model, and 0.008 with its full recipe, and reads the second as attention to the
+# neighbourhood. Arithmetic says otherwise. Any other patch is at least one patch away, so the weight that leaves a
+# patch is at most the distance in patches: $0.008 \cdot 7\sqrt2 = 0.08$. At least 92 % stays at home. (If the unit is
+# indeed the largest distance. The part of that paper that defines it could not be read.)
 #
 # So a small distance has several explanations, and three masses tell them apart:
 #
@@ -285,21 +303,22 @@ reference.round({"px": 3} | dict.fromkeys(reference.columns.drop("px"), 4)).rena
 # \text{neighbours} = \tfrac1N\sum_i \sum_{j \text{ touches } i} A_{ij},
 # $$
 #
-# each averaged over images. In this book a head is called **local** only if its distance is well below uniform *and* its weight
-# lies on its neighbours. Every distance that is printed has the masses beside it.
+# each averaged over images. In this book a head is called **local** only if its distance is well below uniform *and*
+# its weight lies on its neighbours. Every distance that is printed has the masses beside it.
 
 # %%
-reference.loc[
-    ["one near-centre key", "92 % self, 8 % on 4 neighbours", "8 neighbours, no self", "3×3 window", "uniform"],
-    ["/ largest", "/ ln 64", "self", "neighbours"],
-].round(4)  # fmt: skip
+two = ["one near-centre key", "92 % self, 8 % on 4 neighbours"]
+known = ["8 neighbours, no self", "3×3 window", "uniform"]
+reference.loc[two + known, ["/ largest", "/ ln 64", "self", "neighbours"]].round(4)
 
 # %% [markdown]
 # ## One convention, stated once
 #
-# "Mean attention distance" has been computed in several ways. Does a patch count among its own keys, at distance 0? Is the
-# weight on CLS dropped and the row rescaled, or dropped and not replaced? We call the latter *leaky*: a widely copied
-# public snippet does it, and then rows no longer sum to one. For a head that looks everywhere alike, CLS included:
+# "Mean attention distance" has been computed in several ways. Does a patch count among its own keys, at distance 0?
+# Is the weight on CLS dropped and the row rescaled, or dropped and not replaced? We call the latter *leaky*: a widely
+# copied public snippet does it, and then rows no longer sum to one. For a head that looks everywhere alike, CLS
+# included:
+
 
 # %% tags=["hide-input"]
 def cls_sink(weight: float) -> torch.Tensor:
@@ -323,28 +342,31 @@ pd.Series({
 }, name="a uniform head reads (px)").round(3).to_frame()  # fmt: skip
 
 # %% [markdown]
-# Source B prints 16.5 px, 16.1 px for patches of 8 px, and 13.3 px for its one query. Its text speaks of the distance to every
-# *other* patch; its numbers need the self pair. And 4.17 nats for the largest entropy is $\ln 65$: there CLS is a key.
-# Whether B rescales its rows on real models is not said; its coarse models, at 15.8 and 15.3 px and described as nearly
-# uniform, fit the rescaled reading (16.06) better than the leaky one (15.12).
+# Source B prints 16.5 px, 16.1 px for patches of 8 px, and 13.3 px for its one query. Its text speaks of the distance
+# to every *other* patch; its numbers need the self pair. And 4.17 nats for the largest entropy is $\ln 65$: there CLS
+# is a key. Whether B rescales its rows on real models is not said; its coarse models, at 15.8 and 15.3 px and
+# described as nearly uniform, fit the rescaled reading (16.06) better than the leaky one (15.12).
 #
-# The choice matters as soon as heads use CLS as a place to put weight that they have no use for. Take a head that is blind to
-# places, and let it give more and more to CLS:
+# The choice matters as soon as heads use CLS as a place to put weight that they have no use for. Take a head that is
+# blind to places, and let it give more and more to CLS:
 
 # %%
 sinks = {f"{w:.0%}": cls_sink(w) for w in (0.1, 0.3, 0.5)}
 pd.DataFrame({
     "renormalised (px)": {w: read(head) for w, head in sinks.items()},
-    "leaky (px)": {w: read(head, renormalise=False) for w, head in sinks.items()},
+    "leaky (px)": {
+        w: read(head, renormalise=False) for w, head in sinks.items()
+    },
 }).rename_axis("weight on CLS").round(2)  # fmt: skip
 
 # %% [markdown]
-# In the leaky convention this head seems to look nearby: 14.89, 11.58, 8.27 px. It does nothing of the kind, and rescaling
-# shows it. Where the leaky number is wanted, `measure_heads` gives it in a column of its own.
+# In the leaky convention this head seems to look nearby: 14.89, 11.58, 8.27 px. It does nothing of the kind, and
+# rescaling shows it. Where the leaky number is wanted, `measure_heads` gives it in a column of its own.
 #
 # ## A trained model
 #
 # Now the real thing: every head of the model defined above, on the first 1,000 test images, never seen in training.
+
 
 # %% tags=["hide-input"]
 def summary(table: pd.DataFrame, record) -> dict[str, float]:
@@ -364,29 +386,31 @@ pairs = zip(finals.items(), records.values(), strict=True)
 summaries = pd.DataFrame({name: summary(table, record) for (name, table), record in pairs}).T
 summaries.round(2).astype({"nearest layer": int}) if records else missing
 
-# %% tags=["hide-input"] mystnb={"figure": {"caption": "Seed 0: one dot a head, a bar through each layer's mean, dashed the head that looks everywhere alike. See which layers leave the dashed line, and that the heads of one layer differ.", "name": "fig-heads-dots"}, "image": {"alt": "Mean attention distance in pixels of every head over its layer, with layer means and the uniform value of 16.5 pixels."}}
+# %% mystnb={"figure": {"caption": "Seed 0: one dot a head, a bar through each layer's mean, dashed the head that looks everywhere alike. See which layers leave the dashed line, and that the heads of one layer differ.", "name": "fig-heads-dots"}, "image": {"alt": "Mean attention distance in pixels of every head over its layer, with layer means and the uniform value of 16.5 pixels."}} tags=["hide-input"]
 heads_by_layer(finals["seed 0"], uniform=uniform, label="distance (px)") if first else missing
 
 # %% [markdown]
-# Layer means hide the heads, and one seed hides chance. The next figure has layer means again, over all seeds, beside the same
-# models before their first step. Before training every head looks everywhere: **all locality that you see is learned.**
+# Layer means hide the heads, and one seed hides chance. The next figure has layer means again, over all seeds, beside
+# the same models before their first step. Before training every head looks everywhere: **all locality that you see is
+# learned.**
 
-# %% tags=["hide-input"] mystnb={"figure": {"caption": "Layer means of the distance before and after training; lines are means over seeds, bands reach from seed to seed. Untrained, all layers lie on the dashed line.", "name": "fig-heads-layers"}, "image": {"alt": "Mean attention distance by layer: a flat line for the untrained model, and the trained model with its nearest layers below it."}}
+# %% mystnb={"figure": {"caption": "Layer means of the distance before and after training; lines are means over seeds, bands reach from seed to seed. Untrained, all layers lie on the dashed line.", "name": "fig-heads-layers"}, "image": {"alt": "Mean attention distance by layer: a flat line for the untrained model, and the trained model with its nearest layers below it."}} tags=["hide-input"]
 before_after = {"untrained": list(before.values()), "trained": list(finals.values())}
 layer_profile(before_after, uniform=uniform, label="distance (px)") if records else missing
 
 # %% [markdown]
-# Entropy, from the same passes. Source B finds it lowest in the layer of the smallest distance. The dashed line is $\ln 65$.
+# Entropy, from the same passes. Source B finds it lowest in the layer of the smallest distance. The dashed line is
+# $\ln 65$.
 
-# %% tags=["hide-input"] mystnb={"figure": {"caption": "Seed 0: entropy of every head. Compare the layer of the lowest mean with that of the smallest distance, and see whether single heads elsewhere are as selective.", "name": "fig-heads-entropy"}, "image": {"alt": "Attention entropy in nats of every head over its layer, with layer means and the largest possible value of 4.17."}}
+# %% mystnb={"figure": {"caption": "Seed 0: entropy of every head. Compare the layer of the lowest mean with that of the smallest distance, and see whether single heads elsewhere are as selective.", "name": "fig-heads-entropy"}, "image": {"alt": "Attention entropy in nats of every head over its layer, with layer means and the largest possible value of 4.17."}} tags=["hide-input"]
 heads_by_layer(finals["seed 0"], "entropy", uniform=log(N + 1)) if first else missing
 
 # %% [markdown]
-# Both at once. Made-up heads taught us to read this plane: local heads sit at the lower left, focused but far ones at the
-# lower right, uniform ones at the cross. Source A draws the same plane and sees a path from the lower left, early layers,
-# to the upper right, late layers.
+# Both at once. Made-up heads taught us to read this plane: local heads sit at the lower left, focused but far ones at
+# the lower right, uniform ones at the cross. Source A draws the same plane and sees a path from the lower left, early
+# layers, to the upper right, late layers.
 
-# %% tags=["hide-input"] mystnb={"figure": {"caption": "Every head as a point, coloured by layer. Untrained heads crowd at the cross of the uniform head; training spreads them, early layers to the left.", "name": "fig-heads-plane"}, "image": {"alt": "Scatter of entropy over distance for all heads, one panel for the untrained model and one for each trained seed."}}
+# %% mystnb={"figure": {"caption": "Every head as a point, coloured by layer. Untrained heads crowd at the cross of the uniform head; training spreads them, early layers to the left.", "name": "fig-heads-plane"}, "image": {"alt": "Scatter of entropy over distance for all heads, one panel for the untrained model and one for each trained seed."}} tags=["hide-input"]
 panels = {"seed 0, untrained": before["seed 0"]} if first else {}
 planes = panels | finals
 distance_entropy_plane(planes, uniform=(uniform, log(N + 1)), label="distance (px)") if records else missing
@@ -394,57 +418,62 @@ distance_entropy_plane(planes, uniform=(uniform, log(N + 1)), label="distance (p
 # %% [markdown]
 # ### Which kind of near?
 #
-# The nearest head of each seed, with its masses. A head that looks everywhere alike would have 0.015 on itself, as much on CLS,
-# and 0.10 on its neighbours (6.6 of 65 tokens; at the border there are fewer than eight).
+# The nearest head of each seed, with its masses, beside a head that looks everywhere alike: that one has 1/65 on
+# itself, as much on CLS, and on its neighbours 6.6 of 65 parts, for at the border there are fewer than eight.
 
-# %%
-columns = ["layer", "head", "distance", "leaky", "entropy", "effective", "self", "cls", "neighbours"]
-nearest = {name: table.loc[table.distance.idxmin(), columns] for name, table in finals.items()}
-even_mass = touching.double().sum(1).mean().item() / (N + 1)
-nearest["uniform"] = pd.Series(
-    {"distance": uniform, "leaky": uniform * N / (N + 1), "entropy": log(N + 1), "effective": N + 1}
-    | {"self": 1 / (N + 1), "cls": 1 / (N + 1), "neighbours": even_mass}
-)
-pd.DataFrame(nearest).T.round(3).astype({"layer": "Int64", "head": "Int64"})
+# %% tags=["hide-input"]
+even_masses = {"self": 1 / (N + 1), "cls": 1 / (N + 1), "neighbours": touching.double().sum(1).mean().item() / (N + 1)}
+shown = ["distance", "leaky", "entropy", "effective", *even_masses]
+lowest = {name: table.loc[table.distance.idxmin()] for name, table in finals.items()}
+names = {name: f"{name}: layer {head['layer']:.0f}, head {head['head']:.0f}" for name, head in lowest.items()}
+nearest = pd.DataFrame({names[name]: head[shown] for name, head in lowest.items()}).T
+even_row = {"distance": uniform, "leaky": uniform * N / (N + 1), "entropy": log(N + 1), "effective": N + 1}
+even_row |= even_masses
+pd.concat([nearest, pd.DataFrame({"looking everywhere alike": even_row}).T]).astype(float).round(3)
+
 
 # %% tags=["hide-input"]
 def kind(head: pd.Series) -> str:
-    """Where a head's weight lies beyond that of a uniform head."""
-    extra = {name: head[name] - nearest["uniform"][name] for name in ("self", "cls", "neighbours")}
-    name = max(extra, key=extra.get)
-    return f"most of the extra weight lies on {name.replace('cls', 'CLS')} ({head[name]:.2f}, uniform {head[name] - extra[name]:.2f})"
+    """Where a head's weight lies beyond that of a head that looks everywhere alike."""
+    extra = {mass: head[mass] - even_masses[mass] for mass in even_masses}
+    most = max(extra, key=extra.get)
+    place = {"self": "the patch itself", "cls": "CLS", "neighbours": "the eight neighbours"}[most]
+    return (
+        f"the largest surplus is on {place}: {head[most]:.2f}, where looking everywhere gives {even_masses[most]:.2f}"
+    )
 
 
-Markdown("\n".join(f"- {name}: {kind(nearest[name])}." for name in finals)) if records else missing
+Markdown("\n".join(f"- {name}: {kind(head)}." for name, head in nearest.iterrows())) if records else missing
 
 # %% [markdown]
-# The minimum over heads is a number to be careful with: it is the most extreme of many, and it jumps from seed to seed far more
-# than a mean does. Source A rests on it; source B uses layer means. We print both and judge by means.
+# The minimum over heads is a number to be careful with: it is the most extreme of many, and it jumps from seed to
+# seed far more than a mean does. Source A rests on it; source B uses layer means. We print both and judge by means.
 #
 # ## When does it appear?
 #
-# Neither source could say: A had no time course, B one checkpoint a model. Ours were measured at fixed epochs on the way,
-# epoch 0 being the untrained model.
+# Neither source could say: A had no time course, B one checkpoint a model. Ours were measured at fixed epochs on the
+# way, epoch 0 being the untrained model.
 
-# %% tags=["hide-input"] mystnb={"figure": {"caption": "Layer means of the distance during training, one line a layer, bands from seed to seed. Warmup ends at epoch 5 at desk. Do the lines part early or late, and do they still move at the end?", "name": "fig-heads-epochs"}, "image": {"alt": "Mean attention distance over epochs, one line a layer, starting together at the uniform value of 16.5 pixels."}}
+# %% mystnb={"figure": {"caption": "Layer means of the distance during training, one line a layer, bands from seed to seed. Warmup ends at epoch 5 at desk. Do the lines part early or late, and do they still move at the end?", "name": "fig-heads-epochs"}, "image": {"alt": "Mean attention distance over epochs, one line a layer, starting together at the uniform value of 16.5 pixels."}} tags=["hide-input"]
 milestones = [row["epoch"] for row in next(iter(records.values())).measures] if records else []
 course = {epoch: list(stages(epoch).values()) for epoch in milestones}
 over_epochs(course, uniform=uniform, label="distance (px)") if records else missing
 
+
 # %% tags=["hide-input"]
-def onset(record) -> dict[str, float]:
-    """When a layer's mean first falls below 95 % of uniform, and how far the nearest layer and the accuracy had come."""
+def onset(record) -> dict[str, str]:
+    """When a layer's mean first falls below 95 % of uniform, and when it has come half of its way."""
     lows = {row["epoch"]: px(record.heads(row["epoch"])).groupby("layer").distance.mean() for row in record.measures}
     start, end = lows[0].min(), lows[max(lows)].min()
     below = [epoch for epoch, layers in lows.items() if layers.min() < 0.95 * uniform]
     half = next(epoch for epoch, layers in lows.items() if layers.min() <= (start + end) / 2)
     accuracy = {row["epoch"]: row["accuracy"] for row in record.measures}
     return {
-        "first layer below 95 % of uniform, epoch": below[0] if below else None,
-        "half of the way to its final distance, epoch": half,
-        "accuracy then (%)": round(100 * accuracy[half], 1),
-        "nearest layer then": int(lows[half].idxmin()),
-        "nearest layer at the end": int(lows[max(lows)].idxmin()),
+        "epoch when a layer falls below 95 % of uniform": str(below[0]) if below else "never",
+        "epoch when the nearest layer is half of the way": str(half),
+        "accuracy then": f"{accuracy[half]:.1%}",
+        "nearest layer then": str(lows[half].idxmin()),
+        "nearest layer at the end": str(lows[max(lows)].idxmin()),
     }
 
 
@@ -452,32 +481,37 @@ onsets = pd.DataFrame({f"seed {run.seed}": onset(record) for run, record in reco
 onsets if records else missing
 
 # %% [markdown]
-# Measures exist at the milestones only, so these epochs are upper bounds. Distance falls while accuracy rises; so does everything
-# else that training changes. Source B itself calls the link between the two a correlation, and so do we.
+# Measures exist at the milestones only, so these epochs are upper bounds. Distance falls while accuracy rises; so
+# does everything else that training changes. Source B itself calls the link between the two a correlation, and so do
+# we.
 #
 # ## Looking at one image
 #
-# Numbers first, pictures second; now the pictures. What the classifier reads is CLS of the last layer, so source B shows,
-# for one image, the row of CLS in every head: where CLS looks.
+# Numbers first, pictures second; now the pictures. What the classifier reads is CLS of the last layer, so source B
+# shows, for one image, the row of CLS in every head: where CLS looks.
 #
 # A picture per head says nothing about *paths*: a patch may reach CLS through another patch, or through the shortcut
-# around the attention. *Attention rollout* {cite:p}`abnar2020flow` follows them, under the bold assumption that a block does
-# nothing but mix tokens: average the heads, give half of the weight to the shortcut, multiply through the layers,
+# around the attention. *Attention rollout* {cite:p}`abnar2020flow` follows them, under the bold assumption that a
+# block does nothing but mix tokens: average the heads, give half of the weight to the shortcut, multiply through the
+# layers,
 #
 # $$
 # \bar A^{(\ell)} = \tfrac1H\sum_h A^{(\ell,h)}, \qquad M^{(\ell)} = \tfrac12 \bar A^{(\ell)} + \tfrac12 I, \qquad
 # R = M^{(L-1)} \cdots M^{(1)} M^{(0)} .
 # $$
 #
-# Later layers multiply from the left; reversed, the product is another matrix. Rows of $R$ sum to one. In layer row $\ell$ the
-# picture shows the *partial* product up to that layer. The MLPs are left out altogether. A check where the answer is known:
-# if all layers attend everywhere alike, CLS keeps $2^{-L} + (1 - 2^{-L})/65$ and each patch has $(1 - 2^{-L})/65$.
+# Later layers multiply from the left; reversed, the product is another matrix. Rows of $R$ sum to one. In layer row
+# $\ell$ the picture shows the *partial* product up to that layer. The MLPs are left out altogether. A check where the
+# answer is known: if all layers attend everywhere alike, CLS keeps $2^{-L} + (1 - 2^{-L})/65$ and each patch has $(1
+# - 2^{-L})/65$.
 
 # %%
+from vitbook.measures.heads import cls_maps, rollout
+
 L, T = 7, N + 1
 R = rollout([torch.full((1, 1, T, T), 1 / T)] * L)
 assert torch.allclose(R[0, 0, 0], torch.tensor(2.0**-L + (1 - 2.0**-L) / T))
-print(f"CLS to CLS {R[0, 0, 0]:.7f}, CLS to a patch {R[0, 0, 1]:.7f}, rows sum to {R.sum(-1).max():.6f}")
+print(f"CLS to CLS {R[0, 0, 0]:.7f}, CLS to a patch {R[0, 0, 1]:.7f}")
 
 # %%
 images = load_or_shapes(runs[0].data, "test", limit=6)
@@ -493,7 +527,11 @@ def look(model) -> list[torch.Tensor]:
 
 attns = look(first.model()) if first else []
 
-# %% tags=["hide-input"] mystnb={"figure": {"caption": "Where CLS looks, on one image: a row a layer, a column a head, then the mean of the heads and the rollout up to that layer. Every map is scaled to its own maximum, printed in its corner: brightness cannot be compared between maps.", "name": "fig-heads-grid"}, "image": {"alt": "A grid of attention maps over the patches of one test image, for all layers and heads, with head mean and rollout."}}
+
+# %% mystnb={"figure": {"caption": "Where CLS looks, on one image: a row a layer, a column a head, then the mean of the heads and the rollout up to that layer. Every map is scaled to its own maximum, printed in its corner: brightness cannot be compared between maps.", "name": "fig-heads-grid"}, "image": {"alt": "A grid of attention maps over the patches of one test image, for all layers and heads, with head mean and rollout."}} tags=["hide-input"]
+from vitbook.show import head_grid
+
+
 def cls_figure(b: int):
     """The CLS row of every head on image `b`."""
     maps = torch.stack([cls_maps(attn, grid)[b] for attn in attns])  # [L, H, rows, columns]
@@ -504,18 +542,23 @@ def cls_figure(b: int):
 cls_figure(0) if first else missing
 
 # %% [markdown]
-# Read it with suspicion. It is **one** image out of thousands, and a bright patch is easily given a story: source B shows an
-# airplane whose last CLS row is strongest on a sign behind the plane, as a warning. Rollout blurs: its last row is a
-# mixture in which half of each layer stays where it was. And these are rows of CLS, while distance and entropy above are means over
-# patch queries, so a local stage need not show here at all.
+# Read it with suspicion. It is **one** image out of thousands, and a bright patch is easily given a story: source B
+# shows an airplane whose last CLS row is strongest on a sign behind the plane, as a warning. Rollout blurs: its last
+# row is a mixture in which half of each layer stays where it was. And these are rows of CLS, while distance and
+# entropy above are means over patch queries, so a local stage need not show here at all.
 #
 # ## The explorer
 #
-# To see the local stage, ask the patches. Choose an image, a layer and a head, then move over the image, or use the arrow keys,
-# to choose the query. On the left the model at the end of its warmup, on the right the same model when it was done. Go
-# through the layers from 0 upwards with the query in the middle, and look for heads whose bright spot follows it.
+# To see the local stage, ask the patches. Choose an image, a layer and a head, then move over the image, or use the
+# arrow keys, to choose the query. On the left the model at the end of its warmup, on the right the same model when it
+# was done. Go through the layers from 0 upwards with the query in the middle, and look for heads whose bright spot
+# follows it.
+
 
 # %% tags=["hide-input"]
+from vitbook.show import Explorer
+
+
 def explorer() -> Explorer:
     """Seed 0 at the end of warmup and at the end of training, side by side."""
     models = {"end of warmup": first.model(at="warmup"), "trained": first.model()}
@@ -529,67 +572,93 @@ explorer() if first else missing
 # %% [markdown]
 # ## Your own model
 #
-# `from_timm` turns any plain ViT of timm {cite:p}`wightman2019timm` into the book's own, weights and all, and `measure_heads`
-# does the rest. Here with random weights, which need no network; put `pretrained=True` where you have one. The small images
-# are blown up to what the model expects: 14 × 14 patches of 16 px.
+# `from_timm` turns any plain ViT of timm {cite:p}`wightman2019timm` into the book's own, weights and all, and
+# `measure_heads` does the rest. Here with random weights, which need no network; put `pretrained=True` where you have
+# one. The small images are blown up to what the model expects: 14 × 14 patches of 16 px.
 
 # %%
-tiny = timm.create_model("vit_tiny_patch16_224", pretrained=False)  # True: trained weights, where there is a network
+import timm
+
+from vitbook.measures.heads import measure_heads
+from vitbook.models.vit import from_timm
+
+tiny = timm.create_model("vit_tiny_patch16_224", pretrained=False)
 photos = images.normalise(images.images, tiny.default_cfg["mean"], tiny.default_cfg["std"])
 photos = torch.nn.functional.interpolate(photos, size=(224, 224), mode="bicubic")
 own = measure_heads(from_timm(tiny), photos, unit="px", patch=16, batch=2)
-own.groupby("layer")[["distance", "entropy", "self", "cls", "neighbours"]].mean().round(3).T
+own.groupby("layer")[["distance", "entropy", *even_masses]].mean().round(3)
 
-# %% tags=["hide-input"]
+# %% tags=["remove-input"]
 even_tiny = patch_distances((14, 14), "px", 16).mean().item()
-print(f"A uniform head on this grid: {even_tiny:.1f} px, {log(14 * 14 + 1):.3f} nats. Other grids have other landmarks:")
-print("compare models by distance over uniform and entropy over ln T, never by pixels.")
+Markdown(
+    f"A uniform head reads {even_tiny:.1f} px and {log(14 * 14 + 1):.3f} nats here: another grid, other landmarks. "
+    "Compare models by distance over uniform and by entropy over $\\ln T$, never by pixels."
+)
 
 # %% [markdown]
-# Some ViTs are built differently, and `from_timm` says so rather than guess. `capture` measures those as they are, Swin included:
+# Some ViTs are built differently, and `from_timm` says so rather than guess. `capture` measures those as they are,
+# Swin included:
 
 # %%
-scaled = timm.create_model("deit3_small_patch16_224", img_size=32, patch_size=4)  # has layer scale
+from textwrap import fill
+
+from vitbook.models.adapters import capture
+
+scaled = timm.create_model("deit3_small_patch16_224", img_size=32, patch_size=4)
 try:
     from_timm(scaled)
 except ValueError as refusal:
-    print(refusal)
-measure_heads(capture(scaled), x, unit="px", patch=4).groupby("layer")[["distance", "entropy"]].mean().round(3).T
+    print(fill(str(refusal), 80))
+table = measure_heads(capture(scaled), x, unit="px", patch=4)
+table[["distance", "entropy", *even_masses]].describe().loc[["min", "mean", "max"]].round(3)
 
 # %% [markdown]
 # ## What became of the claims
 #
-# Four sentences of source B about its final model, turned into quantities before anything was trained. A value per seed; the
-# interval is Student's, over seeds, and with two seeds it is wide: a value has to clear its threshold by far.
+# Four sentences of source B about its final model, turned into quantities before anything was trained. A value per
+# seed; the interval is Student's, over seeds, and with two seeds it is wide: a value has to clear its threshold by
+# far.
+
 
 # %%
+from pathlib import Path
+
+from vitbook.show import claim_cards, judge, load_claims
+
+
 def quantities(table: pd.DataFrame) -> dict[str, float]:
     """What the claims ask for, from one seed's table of heads in pixels."""
-    distance, entropy = (table.groupby("layer")[name].mean() for name in ("distance", "entropy"))
+    layers = table.groupby("layer")
+    distance, entropy = layers.distance.mean(), layers.entropy.mean()
+    near, selective = distance.idxmin(), entropy.idxmin()
     return {
         "heads.local-stage": distance.min() / uniform,
-        "heads.local-stage-early": distance.idxmin() / distance.index.max(),
+        "heads.local-stage-early": near / distance.index.max(),
         "heads.last-layer-uniform": distance.iloc[-1] / uniform,
-        "heads.entropy-where-distance": float(entropy.idxmin() - distance.idxmin()),
+        "heads.entropy-where-distance": float(selective - near),
     }
 
 
 claims = load_claims(Path("../book/claims.yml"))
-measured = pd.DataFrame({name: quantities(table) for name, table in finals.items()}).T
-ids = [run.id for run in records]
-verdicts = [judge(claims[name], measured[name], profile=scale.name, records=ids) for name in measured]
+measured = pd.DataFrame([quantities(table) for table in finals.values()])
+how = {"profile": scale.name, "records": [run.id for run in records]}
+verdicts = [judge(claims[name], measured[name], **how) for name in measured]
 claim_cards(claims, verdicts) if records else missing
+
 
 # %% tags=["hide-input"]
 def answered() -> str:
     """The sentence at the top of the page, made from the records."""
+    name = {"cifar10": "CIFAR-10"}.get(runs[0].data, f"`{runs[0].data}`")
     layers = sorted({int(layer) for layer in summaries["nearest layer"]})
-    each = " and ".join(f"{value:.1f}" for value in summaries["its mean (px)"])
-    last = " and ".join(f"{value:.1f}" for value in summaries["last layer (px)"])
+    near, last = (
+        " and ".join(f"{value:.1f}" for value in summaries[column]) for column in ("its mean (px)", "last layer (px)")
+    )
     return (
-        f"**In a ViT of {model.depth} layers × {model.dim}, trained for {runs[0].recipe.epochs} epochs on {runs[0].data} with CutMix "
-        f"({len(records)} seed{'s' * (len(records) > 1)}), heads look nearest in layer {' or '.join(map(str, layers))}, at a mean of "
-        f"{each} px where looking everywhere alike gives {uniform:.1f} px, and in the last layer at {last} px.**\n\n"
+        f"**In a ViT of {model.depth} layers × {model.dim}, trained for {runs[0].recipe.epochs} epochs on {name} with "
+        f"CutMix ({len(records)} seed{'s' * (len(records) > 1)}), heads look nearest in layer "
+        f"{' or '.join(map(str, layers))}, at a mean of {near} px where looking everywhere gives {uniform:.1f} px; "
+        f"the last layer stands at {last} px.**\n\n"
         + " · ".join(f"{claims[v.claim].sentence} *{v.verdict}*" for v in verdicts)
     )
 
@@ -600,23 +669,23 @@ answer.update(Markdown(answered() if records else unanswered))
 # %% [markdown]
 # ## Limits
 #
-# One architecture, one data set, one recipe, two seeds; a model far smaller than source B's, trained for less than a third of its
-# epochs. A claim that fails here may hold there: run `profile="paper"` on a GPU and compare. With mixing in the recipe, nothing
-# here tells what causes the local stage; that takes arms with and without, in chapters 03 and 04. Heads are measured on 1,000
-# images, which leaves an error of the mean (`distance_se` in the tables) far below the differences between heads; what is
-# uncertain is the *training run*, and two seeds are few.
+# One architecture, one data set, one recipe, two seeds; a model far smaller than source B's, trained for less than a
+# third of its epochs. A claim that fails here may hold there: run `profile="paper"` on a GPU and compare. With mixing
+# in the recipe, nothing here tells what causes the local stage; that takes arms with and without, in chapters 03 and
+# 04. Heads are measured on 1,000 images, which leaves an error of the mean (`distance_se` in the tables) far below
+# the differences between heads; what is uncertain is the *training run*, and two seeds are few.
 #
-# What source B leaves unsaid: its width, optimiser, learning rate and batch; how images were mixed; whether rows were rescaled
-# after dropping CLS; whether the row of CLS counts in the entropy (we leave it out and report it as `cls_entropy`). It has one
-# seed, and nobody named as author.
+# What source B leaves unsaid: its width, optimiser, learning rate and batch; how images were mixed; whether rows were
+# rescaled after dropping CLS; whether the row of CLS counts in the entropy (we leave it out and report it as
+# `cls_entropy`). It has one seed, and nobody named as author.
 #
 # ## Exercise
 #
-# You have 5,000 training images and 30 epochs. Train once with CutMix and once with crop and flip only, from the same seed.
-# **Predict first:** which model ends with the smaller mean distance? Which has the larger range over its heads? Then set
-# `try_it = True`; two models side by side take about five minutes on two cores. The check at the end says whether you have measured
-# soundly, not whether you have guessed well: with one seed an arm, and differences of a few tenths of a pixel, what have you
-# learned?
+# You have 5,000 training images and 30 epochs. Train once with CutMix and once with crop and flip only, from the same
+# seed. **Predict first:** which model ends with the smaller mean distance? Which has the larger range over its heads?
+# Then set `try_it = True`; two models side by side take about five minutes on two cores. The check at the end says
+# whether you have measured soundly, not whether you have guessed well: with one seed an arm, and differences of a few
+# tenths of a pixel, what have you learned?
 
 # %%
 try_it = False
@@ -628,8 +697,8 @@ if try_it:
     ends = {name: px(trained[run].heads()) for name, run in arms.items()}
     starts = {name: px(trained[run].heads(0)) for name, run in arms.items()}
     for name, table in ends.items():
-        spread = table.distance.max() - table.distance.min()
-        print(f"{name}: mean {table.distance.mean():.2f} px, range {spread:.2f} px, accuracy {trained[arms[name]].accuracy:.1%}")
+        d, accuracy = table.distance, trained[arms[name]].accuracy
+        print(f"{name}: mean {d.mean():.2f} px, heads {d.min():.2f} to {d.max():.2f} px, accuracy {accuracy:.1%}")
     for name in arms:  # the check
         assert (starts[name].distance - uniform).abs().max() < 0.15, "an untrained head looks everywhere alike"
         assert ends[name].distance.mean() < uniform, "trained heads look nearer on average"
@@ -639,9 +708,11 @@ if try_it:
 # %% [markdown]
 # ## References
 #
-# The measurement and the claims: {cite:t}`smallvit2026heads`. Attention distance: {cite:t}`dosovitskiy2021image`, and
-# {cite:t}`raghu2021see` on when it becomes small. Rollout: {cite:t}`abnar2020flow`. The plane of distance and entropy, and the
-# claim that chapter 04 tests: {cite:t}`santiago2026cutmix`. CutMix: {cite:t}`yun2019cutmix`.
+# The measurement and the claims: {cite:t}`smallvit`. Attention distance: {cite:t}`dosovitskiy2021image`, and
+# {cite:t}`raghu2021see` on when it becomes small. Rollout: {cite:t}`abnar2020flow`. The plane of distance and
+# entropy, and the claim that chapter 04 tests: {cite:t}`santiago2026cutmix`. CutMix: {cite:t}`yun2019cutmix`.
 
 # %% tags=["remove-input"]
+from vitbook.show import provenance_line
+
 provenance_line([record.provenance for record in records.values()], scale.name)

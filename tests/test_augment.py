@@ -150,7 +150,7 @@ def test_cutmix_pastes_the_published_areas():
 def test_cutmix_at_its_probability_and_hard_targets_without():
     images, labels = torch.rand(2, 3, 8, 8), torch.tensor([1, 0])
     torch.manual_seed(0)
-    augment, n = Augment(cutmix=50.0, cutmix_p=0.25), 2_000  # so large an α that a mixed batch always has a box
+    augment, n = Augment(cutmix=50.0, mix_p=0.25), 2_000  # so large an α that a mixed batch always has a box
     mixed = sum(not torch.equal(augment.mix(images, labels, 2)[0], images) for _ in range(n))
     assert mixed / n == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / n))
     same, targets = Augment().mix(images, labels, 3)
@@ -178,7 +178,7 @@ def test_an_epoch_is_every_image_once_less_the_last_incomplete_batch():
 
 
 def test_an_epoch_is_a_function_of_the_seed_alone():
-    data, augment = load("shapes", "test"), Augment(cutmix=1.0, cutmix_p=0.5)
+    data, augment = load("shapes", "test"), Augment(cutmix=1.0, mix_p=0.5)
 
     def epoch(seed):
         torch.manual_seed(seed)
@@ -192,8 +192,8 @@ def test_an_epoch_is_a_function_of_the_seed_alone():
 @pytest.mark.parametrize(("fields", "message"), [
     ({"cutmix": -0.1}, "cutmix is -0.1"),
     ({"cutmix": math.nan}, "cutmix is nan"),
-    ({"cutmix_p": 1.5}, "cutmix_p is 1.5"),
-    ({"cutmix_p": -0.5}, "cutmix_p is -0.5"),
+    ({"mix_p": 1.5}, "mix_p is 1.5"),
+    ({"mix_p": -0.5}, "mix_p is -0.5"),
     ({"crop": -1}, "crop is -1"),
     ({"crop": 2.0}, "crop is 2.0"),
 ])  # fmt: skip

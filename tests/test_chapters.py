@@ -105,21 +105,13 @@ SMALL_CLAIM = """
 SMALL_CLAIMS = SMALL_CLAIM.format(name="small.one") + SMALL_CLAIM.format(name="small.other")
 
 SMALL_CHAPTER = """\
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% tags=["colab", "remove-cell"]
 
 # %% tags=["parameters"]
 profile: str = "desk"
 train: bool = False
 
-# %%
+# %% tags=["hide-input"] mystnb={"image": {"alt": "None."}}
 import os
 from pathlib import Path
 
@@ -160,6 +152,21 @@ def test_record_keeps_verdicts_of_other_profiles_and_refreshes_the_readme(small_
     assert "1 new records" in said
     assert "judged  small.one" in said
     assert "MISSING small.other" in said
+
+
+def test_pairing_again_changes_nothing_and_an_edit_keeps_cell_ids(small_book):
+    text, notebook = small_book / "notebooks" / "01_small.py", small_book / "notebooks" / "01_small.ipynb"
+    before = text.read_bytes(), notebook.read_bytes()
+    build.pair()
+    assert (text.read_bytes(), notebook.read_bytes()) == before
+    assert build.as_text(nbformat.read(notebook, as_version=4)) == text.read_text()
+
+    ids = [cell.id for cell in nbformat.read(notebook, as_version=4).cells]
+    text.write_text(text.read_text() + "\n# %% [markdown]\n# One more.\n")
+    build.pair()
+    cells = nbformat.read(notebook, as_version=4).cells
+    assert [cell.id for cell in cells[:-1]] == ids
+    assert cells[-1].source == "One more."
 
 
 def test_a_chapter_that_fails_says_why_and_changes_no_verdict(small_book):

@@ -42,7 +42,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(tmp_path):
     places += [("checkpoint half", 2), ("record half", 1), ("record half", 2), ("record before", 1)]
     for place in places:
         child = start(ask, cache, run, place)
-        child.join(60)
+        child.join(300)
         assert child.exitcode == -signal.SIGKILL, place
         assert store.find(run.id) is None, place
     assert all(left.name.startswith(".new-") for left in (cache / "records").iterdir())
@@ -55,7 +55,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(tmp_path):
 def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path):
     run, cache, moments = tiny(1, {"recipe.epochs": 9}), tmp_path / "cache", random.Random(0)
     killed = 0
-    for _ in range(4):
+    for _ in range(3):
         child = start(ask, cache, run)
         checkpoint = cache / "checkpoints" / f"{run.id}.safetensors"
         before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
@@ -72,7 +72,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path):
 def test_killed_after_the_record_is_in_place_it_is_there_and_the_checkpoint_goes(tmp_path):
     run, cache = tiny(), tmp_path / "cache"
     child = start(ask, cache, run, ("record after", 1))
-    child.join(60)
+    child.join(300)
     assert child.exitcode == -signal.SIGKILL
     assert list(cache.glob("checkpoints/*"))
     assert obtain(run, train=False).run == run
@@ -88,7 +88,7 @@ def test_the_second_to_ask_waits_and_then_loads(tmp_path):
             time.sleep(0.01)
         assert told.read_text() == f"record {run.id}: another process is making it; waiting\n"
         store.write(run.spec, training.fit(run))
-    child.join(60)
+    child.join(300)
     assert child.exitcode == 0
     assert not (cache / "trained.log").exists()  # the child has trained nothing
 
@@ -97,7 +97,7 @@ def test_of_two_that_start_at_once_one_trains(tmp_path):
     run, cache = tiny(), tmp_path / "cache"
     children = [start(ask, cache, run) for _ in range(2)]
     for child in children:
-        child.join(60)
+        child.join(300)
     assert [child.exitcode for child in children] == [0, 0]
     assert len((cache / "trained.log").read_text().split()) == 1
 

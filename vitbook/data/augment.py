@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms import v2
 
+from vitbook.data.policies import POLICIES, AutoAugment
 from vitbook.data.sets import ImageSet
 
 CHUNK = 2_048  # images whose geometry is drawn and applied together, at least
@@ -22,29 +23,43 @@ CHUNK = 2_048  # images whose geometry is drawn and applied together, at least
 class Augment:
     """What is done to training images; pure data.
 
-    `crop`: pixels of zero padding on each side before a random crop back to size, 0 for none. `flip`: mirror half of
-    the images. `cutmix`: the α of CutMix's Beta(α, α), 0 for none; `cutmix_p`: the share of batches it is done to.
+    To each image: `crop`, pixels of zero padding on each side before a random crop back to size, 0 for none; `flip`,
+    mirror half of the images; `policy`, AutoAugment's "cifar10" or "imagenet", None for none. To each batch: `mixup`
+    and `cutmix`, the α of their Beta(α, α), 0 for none (with both, each batch takes one of them with equal chance);
+    `mix_p`, the share of batches that are mixed; `smoothing`, the ε of label smoothing, which gives every class ε / K.
     """
 
     crop: int = 4
     flip: bool = True
+    policy: str | None = None
+    mixup: float = 0.0
     cutmix: float = 0.0
-    cutmix_p: float = 1.0
+    mix_p: float = 1.0
+    smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         if isinstance(self.crop, bool) or not isinstance(self.crop, int) or self.crop < 0:
             raise ValueError(f"crop is {self.crop!r}; it must be a whole number of pixels, 0 for none")
-        if not (math.isfinite(self.cutmix) and self.cutmix >= 0):
-            raise ValueError(f"cutmix is {self.cutmix!r}; its α must be positive, or 0 for none")
-        if not 0 <= self.cutmix_p <= 1:
-            raise ValueError(f"cutmix_p is {self.cutmix_p!r}; a probability lies in 0 to 1")
+        if self.policy is not None and self.policy not in POLICIES:
+            raise ValueError(f"policy is {self.policy!r}; choose one of {', '.join(POLICIES)}, or None for none")
+        for name in ("mixup", "cutmix"):
+            alpha = getattr(self, name)
+            if not (math.isfinite(alpha) and alpha >= 0):
+                raise ValueError(f"{name} is {alpha!r}; its α must be positive, or 0 for none")
+        if not 0 <= self.mix_p <= 1:
+            raise ValueError(f"mix_p is {self.mix_p!r}; a probability lies in 0 to 1")
+        if not 0 <= self.smoothing < 1:
+            raise ValueError(f"smoothing is {self.smoothing!r}; the share of the label spread evenly lies in 0 to 1")
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Randomly cropped and flipped images: uint8 [B,3,H,W] to the same shape, every image on its own draw."""
+        """Cropped, flipped and policy-augmented images, uint8 [B,3,H,W] to the same shape, every image by its own draws."""
+        if self.crop or self.flip:
+            images = self._shifted(images)
+        return AutoAugment(self.policy)(images) if self.policy else images
+
+    def _shifted(self, images: Tensor) -> Tensor:
         b, c, h, w = images.shape
         self._check_crop(h, w)
-        if not (self.crop or self.flip):
-            return images
         flipped = torch.randint(2, (b,)) if self.flip else torch.zeros(b, dtype=torch.int64)
         top, left = torch.randint(2 * self.crop + 1, (2, b))
         padded = F.pad(images, [self.crop] * 4)
@@ -59,12 +74,22 @@ class Augment:
     def mix(self, images: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
         """Images float [B,3,H,W] and labels int64 [B] to images and soft targets float32 [B,classes].
 
-        CutMix pastes one box per batch from the batch's neighbour images and shares the target by the pixels
-        actually pasted (λ' = 1 - box pixels / HW).
+        MixUp blends, CutMix pastes one box per batch, from the batch's neighbour images; the target is shared by the
+        blend's weight, or by the pixels actually pasted (λ' = 1 - box pixels / HW).
         """
-        if self.cutmix and torch.rand(()) < self.cutmix_p:
-            return v2.CutMix(alpha=self.cutmix, num_classes=classes)(images, labels)
-        return images, F.one_hot(labels, classes).to(torch.float32)
+        if (self.mixup or self.cutmix) and torch.rand(()) < self.mix_p:
+            cut = self.cutmix and (not self.mixup or torch.rand(()) < 0.5)
+            mixing = (
+                v2.CutMix(alpha=self.cutmix, num_classes=classes)
+                if cut
+                else v2.MixUp(alpha=self.mixup, num_classes=classes)
+            )
+            images, targets = mixing(images, labels)
+        else:
+            targets = F.one_hot(labels, classes).to(torch.float32)
+        return images, torch.lerp(
+            targets, torch.full_like(targets, 1 / classes), self.smoothing
+        ) if self.smoothing else targets
 
     def epoch(self, data: ImageSet, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch, shuffled, the incomplete last batch dropped: normalised images float32 [b,3,H,W] and targets

@@ -137,7 +137,7 @@ def read_parquet(files: Sequence[Path], spec: SetSpec) -> Rows:
 
 def read_hub(spec: SetSpec, split: str) -> Rows:
     """Rows of one split through `datasets.load_dataset`. Raises DataUnavailable when the Hub cannot supply it."""
-    import datasets  # takes most of a second, and only a first load needs it
+    import datasets  # noqa: PLC0415 - takes most of a second, and only a first load needs it
 
     if not _hub_may_answer():
         raise DataUnavailable(f"no answer from the Hugging Face Hub within {HUB_SECONDS:g} s")
@@ -161,7 +161,7 @@ def read_hub(spec: SetSpec, split: str) -> Rows:
 
 def _hub_may_answer() -> bool:
     """One request without retries: left to itself the Hub's client tries for half a minute before it gives up."""
-    import huggingface_hub  # as above
+    import huggingface_hub  # noqa: PLC0415 - as above
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return True  # then load_dataset looks at its own cache only, at once

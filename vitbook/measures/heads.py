@@ -65,7 +65,7 @@ def check_attention(attn: Tensor, grid: Grid, prefix: int = 1, leaky: bool = Fal
 def _row_distance(attn: Tensor, d: Tensor, prefix: int, renormalise: bool, count_self: bool = True) -> Tensor:
     """Attention-weighted distance of every patch query, [B,H,N]; NaN where nothing is left to divide by."""
     rows = attn[:, :, prefix:, prefix:]
-    far = (rows * d).sum(-1)
+    far = torch.linalg.vecdot(rows, d)
     if not renormalise:
         return far
     kept = rows.sum(-1)
@@ -97,10 +97,16 @@ def attention_distance(
     return _row_distance(attn.float(), d, prefix, renormalise, count_self).nanmean((0, 2))
 
 
+def _entropy(rows: Tensor) -> Tensor:
+    """−Σ_j A_ij ln A_ij over the last axis, in nats."""
+    # 0 ln 0 = 0 by a summand far below float32's resolution of any row: several times faster than torch.special.entr
+    return -torch.linalg.vecdot(rows, (rows + 1e-30).log())
+
+
 def attention_entropy(attn: Tensor, prefix: int = 1) -> Tensor:
     """Mean entropy −Σ_j A_ij ln A_ij of each head's patch rows, [H], in nats; every key counts, so at most ln T."""
     check_attention(attn, (1, attn.shape[-1] - prefix), prefix)
-    return torch.special.entr(attn[:, :, prefix:].float()).sum(-1).mean((0, 2))
+    return _entropy(attn[:, :, prefix:].float()).mean((0, 2))
 
 
 def rollout(attns: list[Tensor]) -> Tensor:
@@ -207,7 +213,7 @@ def measure_heads(
             d, weights = d.to(x.device, torch.float32), weights.to(x.device)
             for layer, attn in enumerate(attns):
                 check_attention(attn, grid, prefix)
-                entropy = torch.special.entr(attn).sum(-1)  # [B,H,T]
+                entropy = _entropy(attn)  # [B,H,T]
                 per_image = torch.stack(
                     [
                         _row_distance(attn, d, prefix, True).nanmean(-1),

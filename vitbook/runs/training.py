@@ -35,6 +35,7 @@ from vitbook.runs.spec import Run
 
 CHECKPOINT_FORMAT = 1
 LIBRARIES = ("torch", "torchvision", "timm", "numpy")  # whose versions a record names
+UNDECAYED = ("pos_embed", "cls_token", "reg_token")  # weight decay leaves these alone, beside what is no matrix
 CLEAN = 2_000  # training images, without augmentation, on which arms with different targets are compared
 PROBED = 1_000  # evaluation images on which heads are measured
 MILESTONES = {0, 1, 2, 3, 5, 8, 10, 15, 20, 30, 40, 50, 60, 80}  # then every hundredth half: 100, 150, 200, …
@@ -98,7 +99,7 @@ def fit(
     torch.set_num_threads(plain["threads"])
     with _seeded(run.seed, 0, device):
         model = run.model.build().to(device)
-    groups = param_groups_weight_decay(model, recipe.weight_decay, ("pos_embed", "cls_token", "reg_token"))
+    groups = param_groups_weight_decay(model, recipe.weight_decay, no_weight_decay_list=UNDECAYED)
     # fused: the default step reads a scalar back to the host twice
     optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, fused=True)
     scaler = torch.amp.GradScaler(device, enabled=plain["precision"] == "fp16")
