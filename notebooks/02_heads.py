@@ -89,7 +89,7 @@ scale.differences(paper)
 # %% tags=["hide-input"]
 def clock(time: float) -> str:
     """Seconds as people say them."""
-    return f"{time:.0f} s" if time < 60 else f"{time / 60:.0f} min" if time < 7200 else f"{time / 3600:.0f} h"
+    return f"{max(time, 1):.0f} s" if time < 60 else f"{time / 60:.0f} min" if time < 7200 else f"{time / 3600:.0f} h"
 
 
 def cost(run: Run) -> dict[str, str]:

@@ -1,24 +1,19 @@
 """How fast, on this machine: ratios against what readers would otherwise use, each side at its best thread setting.
 
-`python tests/bench.py` takes a few minutes, prints a table and writes it to book/bench.json, from which the page of figures is made.
-Run it with nothing beside it. Every row is one ratio measured in one run, with the level that this project asks of itself; where a
-CPU has no bf16 matrix product, ratios of training speed are printed and not required.
+`python tests/bench.py` takes a few minutes, prints a table and writes it to book/bench.json, from which the page of
+figures is made. Run it with nothing beside it. Every row is one ratio measured in one run, with the level that this
+project asks of itself; where a CPU has no bf16 matrix product, ratios of training speed are printed and not required.
 """
 
 import json
 import os
-import platform
-import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import timm
 import torch
-import torchvision
 from timm.models.vision_transformer import VisionTransformer
 from torch.nn import functional as F
 from torchvision.transforms import v2
@@ -27,7 +22,7 @@ from vitbook.data import Augment, load
 from vitbook.measures.heads import measure_heads
 from vitbook.models.vit import ViT, ViTConfig
 from vitbook.runs import Recipe, Run, fit
-from vitbook.runs.training import precision, provenance
+from vitbook.runs.training import machine, precision
 
 SOURCE_A = {"dim": 192, "depth": 8, "heads": 8, "mlp_ratio": 2}
 THREADS = sorted({1, os.cpu_count() or 1})
@@ -78,14 +73,15 @@ def timm_vit() -> VisionTransformer:
 
 
 def training_step() -> dict:
-    ours, theirs = ViT(**SOURCE_A), timm_vit()
+    model, peer = ViT(**SOURCE_A), timm_vit()
     dtype = torch.bfloat16 if precision("cpu") == "bf16" else None
-    fast, threads = best(steps(ours, torch.optim.AdamW(ours.parameters(), fused=True), dtype))
-    slow, their_threads = best(steps(theirs, torch.optim.AdamW(theirs.parameters()), None))
+    fast, threads = best(steps(model, torch.optim.AdamW(model.parameters(), fused=True), dtype))
+    slow, their_threads = best(steps(peer, torch.optim.AdamW(peer.parameters()), None))
     work = 3 * ViTConfig(**SOURCE_A).flops() * 128 / fast
     share = work / peak(dtype or torch.float32)
-    return row("training step, 8×192, batch 128", f"{128 / fast:.0f} images/s ({threads} threads; {share:.0%} of the matmul peak)",
-               f"timm, fp32, fused: {128 / slow:.0f} images/s ({their_threads} threads)", slow / fast, 2.7)  # fmt: skip
+    ours = f"{128 / fast:.0f} images/s ({threads} threads; {share:.0%} of the matmul peak)"
+    theirs = f"timm, fp32, fused: {128 / slow:.0f} images/s ({their_threads} threads)"
+    return row("training step, 8×192, batch 128", ours, theirs, slow / fast, 2.7)
 
 
 def whole_epoch(images: int = 3_840) -> dict:
@@ -124,8 +120,9 @@ def whole_epoch(images: int = 3_840) -> dict:
 
     slow, their_threads = best(epoch, repeats=1)
     fast = times[threads]
-    return row("whole epoch, data to update", f"{images / fast:.0f} images/s ({threads} threads)",
-               f"timm and a DataLoader, two workers: {images / slow:.0f} images/s ({their_threads} threads)", slow / fast, 3.5)  # fmt: skip
+    ours = f"{images / fast:.0f} images/s ({threads} threads)"
+    other = f"timm and a DataLoader, two workers: {images / slow:.0f} images/s ({their_threads} threads)"
+    return row("whole epoch, data to update", ours, other, slow / fast, 3.5)
 
 
 def heads_time() -> dict:
@@ -138,8 +135,8 @@ def heads_time() -> dict:
 
     plain, _ = best(forward, repeats=2)
     measured, threads = best(lambda: measure_heads(model, images), repeats=2)
-    return row("measure_heads, 7×384, 1,000 images", f"{measured:.1f} s ({threads} threads)", f"plain fp32 forward: {plain:.1f} s",
-               measured / plain, 1.15, at_most=True, bf16=False)  # fmt: skip
+    ours, theirs = f"{measured:.1f} s ({threads} threads)", f"plain fp32 forward: {plain:.1f} s"
+    return row("measure_heads, 7×384, 1,000 images", ours, theirs, measured / plain, 1.15, at_most=True, bf16=False)
 
 
 MEMORY = """
@@ -159,10 +156,12 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 def heads_memory() -> dict:
-    stream, keep = (float(subprocess.run([sys.executable, "-c", MEMORY, how], check=True, capture_output=True, text=True).stdout)
-                    for how in ("stream", "keep"))  # fmt: skip
-    return row("memory of measure_heads, the same", f"{stream:.0f} MiB", f"keeping all maps: {keep:.0f} MiB", stream / keep, 0.25,
-               at_most=True, bf16=False)  # fmt: skip
+    def used(how: str) -> float:
+        return float(subprocess.run([sys.executable, "-c", MEMORY, how], check=True, capture_output=True).stdout)
+
+    stream, keep = used("stream"), used("keep")
+    ours, theirs = f"{stream:.0f} MiB", f"keeping all maps: {keep:.0f} MiB"
+    return row("memory of measure_heads, the same", ours, theirs, stream / keep, 0.25, at_most=True, bf16=False)
 
 
 def row(
@@ -180,16 +179,16 @@ def row(
 
 def main() -> None:
     rows = [training_step(), whole_epoch(), heads_time(), heads_memory()]
-    about = provenance(
-        {"threads": 0, "precision": precision("cpu"), "sessions": 1, "curves": {"seconds": []}}, None, None, "cpu"
-    )
-    machine = {
-        "CPU": f"{about['device']}, {os.cpu_count()} cores", "matmul peak": f"bf16 {peak(torch.bfloat16) / 1e12:.2f}, "
-        f"fp32 {peak(torch.float32) / 1e12:.2f} TFLOP/s", "precision": about["precision"], "date": about["date"][:10],
-        "versions": ", ".join(f"{k} {v}" for k, v in about["versions"].items()),
-    }  # fmt: skip
+    about = machine("cpu")
+    peaks = {name: peak(dtype) / 1e12 for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
+    said = {
+        "CPU": f"{about['device']}, {os.cpu_count()} cores",
+        "matmul peak": ", ".join(f"{name} {rate:.2f} TFLOP/s" for name, rate in peaks.items()),
+        "date": about["date"][:10],
+        "versions": ", ".join(f"{name} {text}" for name, text in about["versions"].items()),
+    }
     part = OUT.with_suffix(".part")
-    part.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+    part.write_text(json.dumps({"machine": said, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
     os.replace(part, OUT)
     sys.exit(any(line[""] == "NOT MET" for line in rows))
 

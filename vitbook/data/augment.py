@@ -52,7 +52,7 @@ class Augment:
             raise ValueError(f"smoothing is {self.smoothing!r}; the share of the label spread evenly lies in 0 to 1")
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Cropped, flipped and policy-augmented images, uint8 [B,3,H,W] to the same shape, every image by its own draws."""
+        """Cropped, flipped, policy-augmented images: uint8 [B,3,H,W] to the same shape, each image by its own draws."""
         if self.crop or self.flip:
             images = self._shifted(images)
         return AutoAugment(self.policy)(images) if self.policy else images

@@ -1,8 +1,8 @@
-"""Per-image operations in groups: AutoAugment, colour jitter and erasing on a whole chunk of images at a time.
+"""Per-image operations in groups: AutoAugment on a whole chunk of images at a time.
 
-Each image draws its own sub-policy, as it would alone. Images that drew the same operation, magnitude and sign then go through it
-together, so that a chunk costs a few kernel calls and not one an image; the operations are torchvision's own. All draws come from
-torch's default generator on the CPU, so grouping needs no look at the device.
+Each image draws its own sub-policy, as it would alone. Images that drew the same operation, magnitude and sign then go
+through it together, so that a chunk costs a few kernel calls and not one an image; the operations are torchvision's
+own. All draws come from torch's default generator on the CPU, so grouping needs no look at the device.
 """
 
 import torch
@@ -38,7 +38,7 @@ class AutoAugment(v2.AutoAugment):
         return images
 
     def magnitude(self, operation: str, level: int | None, size: tuple[int, int], negative: bool) -> float:
-        """What torchvision makes of a sub-policy's level (0 … 9) for images of that size, with its sign where the operation has one."""
+        """What torchvision makes of a sub-policy's level (0 … 9) at that image size, signed where the operation is."""
         magnitudes, signed = self._AUGMENTATION_SPACE[operation]
         table = magnitudes(10, *size)
         if table is None:

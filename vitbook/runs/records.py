@@ -79,8 +79,9 @@ def obtain(run: Run, *, train: bool = True) -> Record:
         raise NotRecorded(_how_to_record([run]))
     checkpoint = store.cache() / "checkpoints" / f"{run.id}.safetensors"
     result = store.remember(run.spec, lambda: fit(run, checkpoint, report=_progress(run)))
-    with contextlib.suppress(OSError):  # a shipped record needs no cache
-        checkpoint.unlink()
+    for left in checkpoint.parent.glob(f"*{checkpoint.name}*"):  # with the scratch files of processes that were killed
+        with contextlib.suppress(OSError):  # the cache may be read-only: a shipped record needs none
+            left.unlink()
     return Record(run, **result)
 
 

@@ -256,8 +256,8 @@ def describe(run: Run) -> str:
     return f"{run.data} {run.id} seed {run.seed}"
 
 
-def provenance(plain: dict, train: ImageSet, test: ImageSet, device: str) -> dict:
-    """Where and with what a result was made."""
+def machine(device: str) -> dict:
+    """Where and with what a number is made: commit, date, versions, device."""
     here = str(Path(__file__).parents[1])
 
     def git(*words: str) -> str | None:
@@ -277,6 +277,12 @@ def provenance(plain: dict, train: ImageSet, test: ImageSet, device: str) -> dic
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {p: version(p) for p in LIBRARIES},
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else name,
+    }
+
+
+def provenance(plain: dict, train: ImageSet, test: ImageSet, device: str) -> dict:
+    """What a record says of its making."""
+    return machine(device) | {
         "threads": plain["threads"], "precision": plain["precision"], "sessions": plain["sessions"],
         "seconds": round(sum(plain["curves"]["seconds"]), 1),
         "data": {"train": train.fingerprint, "test": test.fingerprint, "images": len(train), "source": train.source},

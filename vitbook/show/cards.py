@@ -298,9 +298,9 @@ def provenance_line(provenances: Iterable[Mapping], profile: str) -> _Line:
 
     versions = sorted({", ".join(f"{name} {text}" for name, text in p["versions"].items()) for p in given})
     return _Line(
-        f"Profile {profile}: {len(given)} record{'s' * (len(given) > 1)}, {sum(p['seconds'] for p in given) / 60:.0f} minutes of "
-        f"training, made {each('date', 10)} on {each('device')} ({each('threads')} thread, {each('precision')}) at commit "
-        f"{each('commit', 8)} with {'; '.join(versions)}."
+        f"Profile {profile}: {len(given)} record{'s' * (len(given) > 1)}, "
+        f"{sum(p['seconds'] for p in given) / 60:.0f} minutes of training, made {each('date', 10)} on {each('device')} "
+        f"({each('threads')} thread, {each('precision')}) at commit {each('commit', 8)} with {'; '.join(versions)}."
     )
 
 
