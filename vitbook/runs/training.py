@@ -225,12 +225,12 @@ def evaluate(run: Run, weights: dict[str, Tensor], train: ImageSet, test: ImageS
 
     def scores(data: ImageSet, n: int) -> tuple[Tensor, Tensor]:
         nll, right = 0.0, 0.0
-        for images, labels in zip(data.images[:n].split(500), data.labels[:n].split(500), strict=True):
+        for images, labels in zip(data.images[:n].split(125), data.labels[:n].split(125), strict=True):
             logits = model(data.normalise(images))
             nll = nll + F.cross_entropy(logits, labels, reduction="sum").double()
             right = right + (logits.argmax(1) == labels).sum()
         n = min(n, len(data))
-        return (right / n).item(), (nll / n).item()
+        return int(right) / n, (nll / n).item()
 
     accuracy, nll = scores(test, len(test))
     row = {"accuracy": accuracy, "nll": nll, "clean_loss": scores(train, CLEAN)[1]}
