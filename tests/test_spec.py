@@ -172,3 +172,10 @@ def test_choose():
     assert choose("smoke", own) is own
     with pytest.raises(ValueError, match="profile='huge' is unknown; choose one of smoke, desk, paper"):
         choose("huge")
+
+
+def test_a_change_may_follow_the_papers_value_and_runs_are_one_a_seed():
+    profile = Profile("third", {"recipe.epochs": lambda n: n * 3 // 10, "recipe.warmup": lambda n: n * 3 // 10}, (0, 4))
+    long = Run("shapes", ViTConfig(classes=10), Recipe(epochs=200, warmup=10))
+    assert [(run.recipe.epochs, run.recipe.warmup, run.seed) for run in profile.runs(long)] == [(60, 3, 0), (60, 3, 4)]
+    assert profile.differences(long).loc["recipe.epochs"].tolist() == [200, 60]

@@ -116,7 +116,11 @@ def key_of(spec: dict) -> str:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a scale changes of the paper's runs: field overrides as paths (``{"model.depth": 6}``), and the seeds."""
+    """What a scale changes of the paper's runs: field overrides as paths (``{"model.depth": 6}``), and the seeds.
+
+    An override that is a function is given the paper's value: ``{"recipe.epochs": lambda n: n * 3 // 10}`` keeps the
+    proportions between runs of different length.
+    """
 
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -125,6 +129,10 @@ class Profile:
     def scale(self, run: Run) -> Run:
         """``run`` at this scale."""
         return _replace(run, self.changes)
+
+    def runs(self, run: Run) -> list[Run]:
+        """``run`` at this scale, once from each seed."""
+        return [replace(self.scale(run), seed=seed) for seed in self.seeds]
 
     def differences(self, run: Run) -> pd.DataFrame:
         """What changed against the paper's run: a row a field, columns ``paper`` and this profile's name."""
@@ -161,7 +169,7 @@ def _replace(thing: Any, changes: dict[str, Any]) -> Any:
         if rest:
             parts.setdefault(name, {})[rest] = value
         else:
-            parts[name] = value
+            parts[name] = value(getattr(thing, name)) if callable(value) else value
     nested = {path.partition(".")[0] for path in changes if "." in path}
     return replace(thing, **{k: _replace(getattr(thing, k), v) if k in nested else v for k, v in parts.items()})
 
