@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import build
@@ -15,6 +15,12 @@ import pytest
 CHAPTERS = build.chapters()
 each_chapter = pytest.mark.parametrize("notebook", CHAPTERS, ids=[path.stem for path in CHAPTERS])
 SMOKE_SECONDS = 45
+
+
+def processor_seconds() -> float:
+    """Processor time of all ended processes below this one; the clock on the wall measures the neighbours as well."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.fixture
@@ -28,9 +34,9 @@ def empty_store(tmp_path, monkeypatch):
 def test_smoke_from_nothing(notebook, empty_store, monkeypatch):
     monkeypatch.delenv("VITBOOK_DATA", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    start = time.monotonic()
-    verdicts = build.execute(notebook, empty_store / notebook.name, {"profile": "smoke", "train": True}, seconds=60)
-    assert time.monotonic() - start <= SMOKE_SECONDS
+    start = processor_seconds()
+    verdicts = build.execute(notebook, empty_store / notebook.name, {"profile": "smoke", "train": True})
+    assert processor_seconds() - start <= SMOKE_SECONDS
     assert {verdict["verdict"] for verdict in verdicts} <= {"not judged"}
 
 
@@ -68,7 +74,7 @@ def test_unknown_chapter_and_parameter_are_refused_before_anything_runs(tmp_path
 
 def test_unknown_profile_is_refused(empty_store):
     with pytest.raises(build.ChapterFailed, match="lunch"):
-        build.execute(CHAPTERS[-1], empty_store / "out.ipynb", {"profile": "lunch"}, seconds=60)
+        build.execute(CHAPTERS[-1], empty_store / "out.ipynb", {"profile": "lunch"})
 
 
 @pytest.fixture
@@ -193,7 +199,7 @@ def test_colab_rehearsal(empty_store, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(stubs))
 
     executed = empty_store / "executed.ipynb"
-    build.execute(chapter, executed, {"profile": "smoke", "train": True}, seconds=60)
+    build.execute(chapter, executed, {"profile": "smoke", "train": True})
 
     clone = content / "vitbook-book"
     arguments, kept = json.loads((clone / "pip.json").read_text())

@@ -255,7 +255,7 @@ def _layer_axis(axes: Axes, value: str, label: str | None) -> None:
     axes.set_xlabel("layer")
     axes.set_ylabel(label or LABELS.get(value, value))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(bottom=0)  # else a nearly uniform model looks as varied as a local one
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else a nearly uniform model looks as varied as a local one
 
 
 def _legend(axes: Axes) -> None:
