@@ -462,6 +462,12 @@ milestones = [row["epoch"] for row in next(iter(records.values())).measures] if 
 course = {epoch: list(stages(epoch).values()) for epoch in milestones}
 over_epochs(course, uniform=uniform, label="distance (px)") if records else missing
 
+# %% [markdown]
+# A head may become selective before it becomes local, or the other way round. Entropy, at the same epochs:
+
+# %% mystnb={"figure": {"caption": "Layer means of the entropy during training, with the largest possible value, ln 65, dashed. Compare with the figure before: which of the two falls first?", "name": "fig-heads-entropy-epochs"}, "image": {"alt": "Attention entropy over epochs, one line a layer, starting together at 4.17 nats."}} tags=["hide-input"]
+over_epochs(course, "entropy", uniform=log(N + 1)) if records else missing
+
 
 # %% tags=["hide-input"]
 def onset(record) -> dict[str, str]:
@@ -505,8 +511,8 @@ onsets if records else missing
 #
 # Later layers multiply from the left; reversed, the product is another matrix. Rows of $R$ sum to one. In layer row
 # $\ell$ the picture shows the *partial* product up to that layer. The MLPs are left out altogether. A check where the
-# answer is known: if all layers attend everywhere alike, CLS keeps $2^{-L} + (1 - 2^{-L})/65$ and each patch has $(1
-# - 2^{-L})/65$.
+# answer is known: if all layers attend everywhere alike, CLS keeps $2^{-L}+(1-2^{-L})/65$ for itself, and each patch has
+# $(1-2^{-L})/65$.
 
 # %%
 from vitbook.measures.heads import cls_maps, rollout
@@ -596,7 +602,7 @@ own.groupby("layer")[["distance", "entropy", *even_masses]].mean().round(3)
 even_tiny = patch_distances((14, 14), "px", 16).mean().item()
 Markdown(
     f"A uniform head reads {even_tiny:.1f} px and {log(14 * 14 + 1):.3f} nats here: another grid, other landmarks. "
-    "Compare models by distance over uniform and by entropy over $\\ln T$, never by pixels."
+    "Compare models by distance over uniform and by entropy over ln T, never by pixels."
 )
 
 # %% [markdown]
@@ -691,7 +697,8 @@ answer.update(Markdown(answered() if records else unanswered))
 # **Predict first:** which model ends with the smaller mean distance? Which is more accurate? Which head of which layer
 # looks nearest? Then set `try_it = True`: two models side by side, some three minutes on two idle cores. The check says
 # whether you have measured soundly, not whether you have guessed well. And the harder question: with one seed an arm, how
-# large a difference would you believe? (Change `seed` and find out.)
+# large a difference would you believe? (Give `base` another
+# `seed` and find out.)
 
 # %%
 try_it = False
