@@ -1,6 +1,6 @@
 """Where an attention head looks: distance, entropy and the masses on itself, on CLS and on its eight neighbours.
 
-Conventions, stated once (A is one head's attention, T = prefix + N tokens, row = query i, column = key j, d_ij the
+Conventions, stated once (A is one head's attention, T = prefix + N tokens, row = query i, column = key j, Δ_ij the
 distance of the patches' centres). Only patches are queries. A patch's own place counts, at distance 0. For the
 distance, keys without a place (CLS, registers) are dropped and each row is divided by what is left
 (``renormalise=True``); with ``renormalise=False``, the *leaky* convention, it is not, and a head that parks its weight
@@ -19,7 +19,7 @@ Grid = tuple[int, int]
 
 
 def patch_distances(grid: Grid, unit: str = "patch", patch: int | tuple[int, int] | None = None) -> Tensor:
-    """Distances d_ij between the patches' centres, [N,N] float64.
+    """Distances Δ_ij between the patches' centres, [N,N] float64.
 
     ``unit``: ``"patch"``; ``"px"`` (give ``patch``, a side or (rows, columns) in pixels); ``"max"``, divided by the
     largest distance.
