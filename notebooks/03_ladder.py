@@ -69,9 +69,7 @@ house_style()
 # %% [markdown]
 # ## The ladder
 #
-# Each step keeps everything that the steps before it brought, and adds one thing. So read each line as a sentence:
-# *step 4 is step 3 with ten epochs of warmup*. Steps 6a and 6b are ours. Source B adds MixUp and CutMix together, and
-# then nobody can say which of them did what.
+# Each step keeps everything that the steps before it brought, and adds one thing. Three words to say so:
 
 
 # %%
@@ -87,6 +85,11 @@ def model(run: Run, **changes) -> Run:
     return replace(run, model=replace(run.model, **changes))
 
 
+# %% [markdown]
+# Now read each line as a sentence: *step 4 is step 3 with ten epochs of warmup*. Steps 6a and 6b are ours. Source B
+# adds MixUp and CutMix together, and then nobody can say which of them did what.
+
+# %%
 bare = Augment(crop=0, flip=False)
 base = Recipe(epochs=100, batch=256, lr=1e-3, warmup=0, augment=bare)
 ladder = {"1": Run("cifar10", ViTConfig(patch=8, dim=384, depth=7, heads=6, classes=10), base)}
@@ -108,12 +111,12 @@ ladder["8"] = recipe(ladder["7"], epochs=200)
 
 
 # %%
-def third(epochs: int) -> int:
+def shorter(epochs: int) -> int:
     return epochs * 3 // 10
 
 
 small = {"model.dim": 64, "model.depth": 6, "model.heads": 4, "recipe.batch": 64, "recipe.lr": 3e-3}
-desk = Profile("desk", small | {"recipe.epochs": third, "recipe.warmup": third})
+desk = Profile("desk", small | {"recipe.epochs": shorter, "recipe.warmup": shorter})
 tiny = {"data": "shapes", "limit": 256, "model.dim": 32, "model.depth": 2, "model.heads": 2}
 tiny |= {"recipe.epochs": lambda n: n // 100, "recipe.warmup": lambda n: n // 10}
 smoke = Profile("smoke", tiny | {"recipe.batch": 64, "recipe.lr": 3e-3})
@@ -613,6 +616,7 @@ def answered() -> str:
     )
 
 
+# %% tags=["hide-input"]
 def tally() -> str:
     """The verdicts in one line each kind."""
     kinds = {kind: [v for v in verdicts if v.verdict == kind] for kind in dict.fromkeys(v.verdict for v in verdicts)}
@@ -648,7 +652,7 @@ answer.update(Markdown((answered() if whole else waiting) + (f"\n\nClaims: {tall
 #
 # *Does warmup help, or was the rate too high?* Take step 3's model, 5,000 training images and 20 epochs; train it with
 # no warmup and with two epochs of it, at a gentle peak rate (5e-4) and at this page's (3e-3). **Predict first:** at which
-# rate does warmup bring more? Does the nearest layer move with it? Then set `try_it = True`: four small models, some six
+# rate does warmup bring more? Does the nearest layer move with it? Then set `try_it = True`: four small models, some seven
 # minutes on two idle cores. The check asserts that the arms differ in what they should and in nothing else. Then the
 # harder question: replace warmup by `clip=1.0`. If that does as much, what did warmup repair?
 
