@@ -76,9 +76,10 @@ pd.options.display.precision = 3
 # %% [markdown]
 # ## Two models, and one image
 #
-# Both models of this chapter are stated here, at their sources' own scale; neither is trained, so no profile makes them
-# smaller. The first, source A's, we build by hand. The second, source B's {cite}`smallvit`, is wider and one layer
-# shallower; it returns at the end, when we ask where an untrained model looks.
+# Both models of this chapter are stated here, at their sources' own scale, as far as it is known; neither is trained,
+# so no profile makes them smaller. The first, source A's, we build by hand. The second has source B's layers and heads
+# {cite}`smallvit`; its width and its MLP's ratio, which B does not give, are our choice. It returns at the end, when we
+# ask where an untrained model looks.
 
 # %%
 p, C, r = 4, 10, 2  # side of a patch, classes, MLP ratio: the same in both
@@ -175,6 +176,7 @@ def gap(one, other):
     return (one - other).abs().max().item()
 
 
+# %%
 weights = {"patch_embed.proj.weight": draw(D, 3, p, p)}
 weights["patch_embed.proj.bias"] = torch.zeros(D)
 tokens = linear(patches, weights, "patch_embed.proj")  # [B,N,D]
@@ -183,9 +185,10 @@ E, b = weights["patch_embed.proj.weight"], weights["patch_embed.proj.bias"]
 convolved = F.conv2d(x, E, b, stride=p).flatten(2).transpose(1, 2)
 print("tokens", list(tokens.shape))
 print(f"largest difference from a convolution: {gap(tokens, convolved):.1e}")
+assert gap(tokens, convolved) < 1e-4 * tokens.abs().max()
 
 # %% [markdown]
-# The last line shows what the weight's shape suggests: this step is often written as a convolution with kernel and
+# That number shows what the weight's shape suggests: this step is often written as a convolution with kernel and
 # stride $p$. It is the only place in the model where pixels that lie close together are treated together, and its reach
 # ends at the patch's edge.
 #
@@ -248,11 +251,11 @@ def layer_norm(z, gain, offset):
 
 
 qkv = draw(3 * D, D)  # one matrix: all queries, then all keys, then all values
-n = layer_norm(z[0], torch.ones(D), torch.zeros(D))  # [T,D], our one image
+normed_tokens = layer_norm(z[0], torch.ones(D), torch.zeros(D))  # [T,D], our one image
 
-q = n @ qkv[:d].T  # [T,d]: the queries of head 0
-k = n @ qkv[D : D + d].T
-v = n @ qkv[2 * D : 2 * D + d].T
+q = normed_tokens @ qkv[:d].T  # [T,d]: the queries of head 0
+k = normed_tokens @ qkv[D : D + d].T
+v = normed_tokens @ qkv[2 * D : 2 * D + d].T
 scores = q @ k.T / d**0.5  # [T,T]
 A = scores.exp() / scores.exp().sum(-1, keepdim=True)
 y = A @ v  # [T,d]
@@ -314,8 +317,9 @@ name = "blocks.0.attn"
 weights |= {f"{name}.qkv.weight": qkv, f"{name}.qkv.bias": torch.zeros(3 * D)}
 weights |= {f"{name}.proj.weight": draw(D, D), f"{name}.proj.bias": torch.zeros(D)}
 
-_, maps = attention(n[None], weights, name, H)
+_, maps = attention(normed_tokens[None], weights, name, H)
 print(f"maps {list(maps.shape)}; head 0 against ours by hand: {gap(maps[0, 0], A):.1e}")
+assert gap(maps[0, 0], A) < 1e-4 * A.max()
 
 # %% [markdown]
 # ## A block
@@ -331,10 +335,10 @@ print(f"maps {list(maps.shape)}; head 0 against ours by hand: {gap(maps[0, 0], A
 # %%
 def block(z, weights, name, H):
     """Tokens [B,T,D] → tokens [B,T,D]."""
-    n = normed(z, weights, f"{name}.norm1")
-    z = z + attention(n, weights, f"{name}.attn", H)[0]
-    n = normed(z, weights, f"{name}.norm2")
-    hidden = linear(n, weights, f"{name}.mlp.fc1")
+    normed_tokens = normed(z, weights, f"{name}.norm1")
+    z = z + attention(normed_tokens, weights, f"{name}.attn", H)[0]
+    normed_tokens = normed(z, weights, f"{name}.norm2")
+    hidden = linear(normed_tokens, weights, f"{name}.mlp.fc1")
     hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))  # GELU
     return z + linear(hidden, weights, f"{name}.mlp.fc2")
 
@@ -435,7 +439,7 @@ assert max(gaps.values()) < 1e-4
 #
 # $$
 # \begin{aligned}
-# P = {}& \underbrace{(3p^2 + 1)D}_{\text{patches}} + \underbrace{D + TD}_{\text{CLS, positions}}
+# \text{parameters} = {}& \underbrace{(3p^2 + 1)D}_{\text{patches}} + \underbrace{D + TD}_{\text{CLS, positions}}
 # + \underbrace{2D}_{\text{norm}} + \underbrace{(D + 1)C}_{\text{head}} \\
 # & + L\,\big[\underbrace{4D^2 + 4D}_{\text{attention}} + \underbrace{2rD^2 + (r + 1)D}_{\text{MLP}}
 # + \underbrace{4D}_{\text{norms}}\big] .
@@ -467,9 +471,10 @@ print(f"in all: {total:,} by formula, {sum(counted.values()):,} counted")
 table
 
 # %% [markdown]
-# The paper says "about 2.4 M" and leaves the MLP's ratio unsaid. The formula settles it: only $r = 2$ gives that count
-# ($r = 4$ would give 3.6 M). Nearly all weights sit in the blocks, and no block weight depends on $T$: all tokens share
-# them. The table of positions, all that the model will ever know about the plane, is half a per cent of it.
+# What we could read of the paper says "about 2.4 M" and nothing of the MLP's ratio. The formula settles it, for a
+# standard block: among whole ratios only $r = 2$ gives that count ($r = 4$ would give 3.6 M). Nearly all weights sit in
+# the blocks, and no block weight depends on $T$: all tokens share them. The table of positions, all that the model will
+# ever know about the plane, is half a per cent of it.
 #
 # ## Counting the work
 #
@@ -579,6 +584,8 @@ shuffled = run_blocks(z[:, order], noisy, L, H)
 print(f"tokens after {L} blocks: from {straight.min():.1f} to {straight.max():.1f}")
 print(f"blocks(π z) against π blocks(z): {gap(shuffled, straight[:, order]):.1e}")
 print(f"what is read from CLS: {gap(read(shuffled, noisy), read(straight, noisy)):.1e}")
+assert gap(shuffled, straight[:, order]) < 1e-4 * straight.abs().max()
+assert gap(read(shuffled, noisy), read(straight, noisy)) < 1e-4 * by_hand.abs().max()
 
 # %% [markdown]
 # The only thing that ties a patch to its place is the vector that was added to it, and those vectors are rows of a
@@ -682,7 +689,7 @@ every = photos.normalise(photos.images)
 table = measure_heads(model_b.build(), every, unit="px", patch=p)
 low, high = table.distance.min(), table.distance.max()
 print(f"a head that looks everywhere alike: {uniform:.3f} px")
-print(f"the {len(table)} untrained heads: {low:.2f} to {high:.2f} px (n = {len(every)} images)")
+print(f"the {len(table)} untrained heads: {low:.2f} to {high:.2f} px ({len(every)} images)")
 table.groupby("layer")[["distance", "entropy", "self", "cls", "neighbours"]].mean()
 
 # %% mystnb={"figure": {"caption": "Where the 42 heads of an untrained 7 \u00d7 384 Vision Transformer look: one dot a head, in pixels. In every layer they lie on the line of a head that looks everywhere alike. Whatever later chapters find below this line has been learned.", "name": "fig-untrained"}, "image": {"alt": "Mean attention distance in pixels for six heads in each of seven layers; all dots lie on a dashed horizontal line at about sixteen and a half pixels."}} tags=["hide-input"]

@@ -131,7 +131,8 @@ scale.differences(ladder["8"])
 # %% [markdown]
 # What to expect of each step, in accuracy and in patience. The scores are source B's, for its own model; for the model
 # of this page nobody has published any. Times are estimated from floating-point operations, for one run of each step:
-# on one CPU core for `smoke` and `desk`, at a sustained 100 TFLOP/s of a GPU for `paper`.
+# on one CPU core for `desk`, at a sustained 100 TFLOP/s of a GPU for `paper`. (`smoke` only shows that the page works,
+# in seconds, on made-up images; reading this page from records takes seconds too.)
 
 # %% tags=["hide-input"]
 names = {
@@ -150,7 +151,7 @@ def tidy(table: pd.DataFrame, digits: int = 2) -> pd.DataFrame:
     return table.round(digits).astype(object).where(table.notna(), "–")
 
 
-minutes = {f"{p.name}, CPU min": [seconds(p.scale(run)) / 60 for run in ladder.values()] for p in (smoke, desk)}
+minutes = {"desk, CPU min": [seconds(desk.scale(run)) / 60 for run in ladder.values()]}
 minutes["paper, GPU min"] = [seconds(run) * CPU_RATE / 1e14 / 60 for run in ladder.values()]
 costs = pd.DataFrame(minutes, index=list(ladder))
 costs = pd.concat([pd.DataFrame({"step": names, "source B (%)": said.accuracy}), costs], axis=1)
@@ -666,7 +667,7 @@ if try_it:
     for arm, run in arms.items():
         far = 4 * trained[run].heads().groupby("layer").distance.mean()
         rows[arm] = {"accuracy (%)": 100 * trained[run].accuracy, "nearest layer": far.idxmin(), "px": far.min()}
-    display(pd.DataFrame(rows).T.rename_axis(["peak rate", "warmup"]).round(2))
+    display(pd.DataFrame(rows).T.rename_axis(["peak rate", "warmup"]).round(2).astype({"nearest layer": int}))
     # The check.
     starts = [trained[run].heads(0) for run in arms.values()]
     assert all(start.equals(starts[0]) for start in starts), "all arms start from the same weights"

@@ -150,6 +150,13 @@ def test_differences_are_those_of_the_paper_in_a_table():
     pd.testing.assert_frame_equal(profile.differences(FULL), expected, check_dtype=False)
 
 
+def test_a_profile_that_changes_nothing_shows_its_seeds_alone():
+    index = pd.Index(["seeds"], name="field")
+    pd.testing.assert_frame_equal(PAPER.differences(FULL), pd.DataFrame({"paper": [(0, 1, 2)]}, index=index))
+    same = Profile("same", {"model.dim": 384}, seeds=(7,))  # names a field, and leaves it as it is
+    pd.testing.assert_frame_equal(same.differences(FULL), pd.DataFrame({"same": [(7,)]}, index=index))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -184,8 +184,8 @@ def _how_to_record(missing: list[Run]) -> str:
     names = "\n".join(f"  {describe(r)}: {r.model.__class__.__name__}, {r.recipe.epochs} epochs" for r in missing)
     return (
         f"{len(missing)} run{'s are' if len(missing) > 1 else ' is'} not recorded yet (about "
-        f"{math.ceil(sum(seconds(r) for r in missing) / 60)} core-minutes). `make record CHAPTER=NN_name PROFILE=desk` "
-        f"with the chapter's name records them, and so does obtain(run):\n{names}"
+        f"{math.ceil(sum(seconds(r) for r in missing) / 60)} core-minutes). `make record CHAPTER=… PROFILE=…` "
+        f"with the chapter's name and your profile records them, and so does obtain(run):\n{names}"
     )
 
 

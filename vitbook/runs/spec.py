@@ -135,11 +135,15 @@ class Profile:
         return [replace(self.scale(run), seed=seed) for seed in self.seeds]
 
     def differences(self, run: Run) -> pd.DataFrame:
-        """What changed against the paper's run: a row a field, columns ``paper`` and this profile's name."""
+        """What changed against the paper's run: a row a field, columns ``paper`` and this profile's name.
+
+        Where nothing changed, the seeds stand alone, in a column of this profile's name.
+        """
         scaled = self.scale(run)
         rows = {path: (_get(run, path), _get(scaled, path)) for path in self.changes}
         rows = {path: pair for path, pair in rows.items() if pair[0] != pair[1]} | {"seeds": ("", self.seeds)}
-        return pd.DataFrame.from_dict(rows, orient="index", columns=["paper", self.name]).rename_axis("field")
+        table = pd.DataFrame.from_dict(rows, orient="index", columns=["paper", self.name]).rename_axis("field")
+        return table if len(rows) > 1 else table.iloc[:, 1:]
 
     def with_changes(self, **parts: Any) -> "Profile":
         """This profile with other seeds (``seeds=``) or further changes (``changes=``, added to those it has)."""
