@@ -455,8 +455,8 @@ Markdown("\n".join(f"- {name}: {kind(head)}." for name, head in nearest.iterrows
 
 # %% [markdown]
 # The minimum over heads is a number to be careful with: it is the most extreme of many, and in our pilots it jumped
-# from seed to seed far more than a mean did. Source A rests on it; source B uses layer means. We print both, and judge by
-# means.
+# from seed to seed far more than a mean did. Source A rests on it; source B uses layer means. We print both, and judge
+# by means.
 #
 # ## When does it appear?
 #
