@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ STAGING, SITE = BOOK / "_staging", BOOK / "_build" / "html"
 CLAIMS, VERDICTS, RECORDS = BOOK / "claims.yml", BOOK / "verdicts.json", BOOK / "records"
 KERNEL = "python3"
 BRANCH = "main"
+PLACES = ("VITBOOK_DATA", "VITBOOK_CACHE")  # folders that readers name by a variable
 CELL_SECONDS = 600  # a cell that trains nothing and takes longer than this is stuck
 
 SETUP_CELL = """\
@@ -58,7 +60,8 @@ from importlib.metadata import version
 repository, branch = "{repository}", "{branch}"
 in_colab = importlib.util.find_spec("google") and importlib.util.find_spec("google.colab")
 if repository and in_colab and not os.path.exists("../pyproject.toml"):
-    subprocess.run(["git", "clone", "-q", "--depth=1", "-b", branch, repository, "vitbook-book"], check=True)
+    if not os.path.exists("vitbook-book"):  # it is there after a restart of the session
+        subprocess.run(["git", "clone", "-q", "--depth=1", "-b", branch, repository, "vitbook-book"], check=True)
     os.chdir("vitbook-book/notebooks")
     with open("../keep.txt", "w") as keep:
         keep.writelines(f"{{name}}=={{version(name)}}\\n" for name in ("torch", "torchvision"))
@@ -181,7 +184,10 @@ def execute(
         command += ["--execution-timeout", str(seconds)]
     if stream:
         command += ["--log-output", "--autosave-cell-every", "0"]
-    done = subprocess.run(command, check=False, text=True, stderr=None if stream else subprocess.PIPE)
+    # A chapter runs in a folder of its own, where a relative path would point elsewhere.
+    places = {name: os.path.abspath(os.environ[name]) for name in PLACES if os.environ.get(name)}
+    pipe = None if stream else subprocess.PIPE
+    done = subprocess.run(command, check=False, text=True, stderr=pipe, env=os.environ | places)
     if done.returncode:
         # What the chapter said, without papermill's own trace above it.
         said = "see above" if stream else done.stderr.rpartition("Exception encountered at")[2][-4000:].strip()
@@ -234,7 +240,8 @@ def record(name: str, profile: str) -> None:
     os.environ["VITBOOK_PUBLISH"] = "1"  # a record that is finished goes into the book, where `train=False` finds it
     before = records()
     try:
-        fresh = execute(notebook, STAGING / "recording" / notebook.name, parameters, seconds=None, stream=True)
+        with tempfile.TemporaryDirectory() as folder:  # not the staging folder: `make book` empties that
+            fresh = execute(notebook, Path(folder) / notebook.name, parameters, seconds=None, stream=True)
     finally:
         print(f"{len(records() - before)} new records in {RECORDS}, {len(records())} in all")
     claims = load_claims(CLAIMS)

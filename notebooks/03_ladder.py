@@ -21,7 +21,8 @@ from importlib.metadata import version
 repository, branch = "", "main"
 in_colab = importlib.util.find_spec("google") and importlib.util.find_spec("google.colab")
 if repository and in_colab and not os.path.exists("../pyproject.toml"):
-    subprocess.run(["git", "clone", "-q", "--depth=1", "-b", branch, repository, "vitbook-book"], check=True)
+    if not os.path.exists("vitbook-book"):  # it is there after a restart of the session
+        subprocess.run(["git", "clone", "-q", "--depth=1", "-b", branch, repository, "vitbook-book"], check=True)
     os.chdir("vitbook-book/notebooks")
     with open("../keep.txt", "w") as keep:
         keep.writelines(f"{name}=={version(name)}\n" for name in ("torch", "torchvision"))

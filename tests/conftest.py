@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "book"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 import build  # noqa: E402
+import vendor  # noqa: E402
 from browser import Browser, find_chromium  # noqa: E402
 
 
@@ -33,10 +34,16 @@ class Site:
 
 
 @pytest.fixture(scope="session")
-def desk_verdicts() -> dict[str, list[dict]]:
+def desk_verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     """Each chapter executed at desk, from records, as `make book` does; its verdicts by chapter name."""
     shutil.rmtree(build.STAGING, ignore_errors=True)
-    return build.execute_all((), build.STAGING / "notebooks", {})
+    # Decoded images may come from the user's cache, records only from the book.
+    images, cache = vendor.cache().parent / "data", tmp_path_factory.mktemp("cache")
+    images.mkdir(parents=True, exist_ok=True)
+    (cache / "data").symlink_to(images.resolve())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VITBOOK_CACHE", str(cache))
+        return build.execute_all((), build.STAGING / "notebooks", {})
 
 
 @pytest.fixture(scope="session")

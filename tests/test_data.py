@@ -321,3 +321,9 @@ def test_bad_arguments(cache, arguments, options, message):
     with pytest.raises(ValueError, match=message):
         load(*arguments, **options)
     assert not cache.exists()
+
+
+def test_a_data_folder_that_is_none_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("VITBOOK_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="nowhere', which is no folder"):
+        load("cifar10", "test")

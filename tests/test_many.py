@@ -1,13 +1,15 @@
 """Asking for runs: what is missing says so, and many at once come as if each had been alone."""
 
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_runs import assert_same, same_tensors, tiny, undisturbed
 
-from vitbook.runs import NotRecorded, obtain, obtain_many, records, store, training
+from vitbook.runs import NotRecorded, fit, obtain, obtain_many, records, store, training
+from vitbook.runs.checkpoint import progress
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +117,31 @@ class Elsewhere(Executor):
 def test_workers_that_do_not_share_the_cache_are_told(no_training):
     with pytest.raises(NotRecorded, match=r"recorded by a worker, but not in .*: let VITBOOK_CACHE name one folder"):
         obtain_many([tiny()], executor=Elsewhere())
+
+
+def test_progress_is_a_line_an_epoch_or_a_bar_on_a_terminal(monkeypatch, capsys):
+    run = replace(tiny(), recipe=replace(tiny().recipe, epochs=6, warmup=1))
+    row = {"loss": 1.25, "lr": 1e-3, "seconds": 2.0}
+    report = records._progress(run)
+    for epoch in range(1, 7):
+        report(epoch, row)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 6 and lines[3].startswith(f"shapes {run.id} seed 0  epoch 4/6  loss 1.25")
+    monkeypatch.setattr(records.sys.stderr, "isatty", lambda: True, raising=False)
+    report = records._progress(run)
+    for epoch in range(1, 7):
+        report(epoch, row)
+    assert "6/6" in capsys.readouterr().err
+
+
+def test_time_left_counts_what_a_checkpoint_holds(tmp_path):
+    run = tiny()
+    path = tmp_path / "checkpoint.safetensors"
+    assert progress(path) == 0
+    with pytest.raises(KeyboardInterrupt):
+        fit(run, path, report=interrupt)
+    assert progress(path) == 1
+
+
+def interrupt(epoch: int, row: dict) -> None:
+    raise KeyboardInterrupt

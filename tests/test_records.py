@@ -257,6 +257,7 @@ def test_publishing_ships_the_weights_of_seed_0_and_the_measures_of_all(monkeypa
         obtain_many([second])
         remember(spec, lambda: {"score": 0.5, "table": {"x": torch.arange(3)}})
     monkeypatch.delenv("VITBOOK_PUBLISH")
+    assert_same(obtain(second, train=False), undisturbed(second))  # who trained it has its weights
     shutil.rmtree(store.cache() / "records")
     shipped = obtain_many([first, second], train=False)
     assert_same(shipped[first], undisturbed(first))

@@ -11,6 +11,7 @@ import torch
 from tiny_runs import CNNConfig, ask, assert_same, loss_with, same_tensors, start, tiny, undisturbed
 
 from vitbook.runs import NonFiniteLoss, obtain, store, training
+from vitbook.runs import checkpoint as checkpoints
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +210,7 @@ def other_run(file: Path) -> str:
 
 def other_format(file: Path) -> str:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(training, "CHECKPOINT_FORMAT", 9)
+        patch.setattr(checkpoints, "CHECKPOINT_FORMAT", 9)
         training.fit(tiny(), file.with_name("other"), report=stop_after(1))
     file.with_name("other").replace(file)
     return "has checkpoint format 9, not 1"
@@ -230,14 +231,14 @@ def test_a_checkpoint_that_is_not_this_runs_is_refused_and_left_alone(tmp_path, 
 
 def test_a_checkpoint_that_cannot_be_written_does_not_stop_the_training(tmp_path, monkeypatch, capsys):
     run, checkpoint, calls = tiny(), tmp_path / "c.safetensors", itertools.count(1)
-    whole = training.save_file
+    whole = checkpoints.save_file
 
     def sometimes(*arguments):
         if next(calls) in (2, 3):
-            raise training.SafetensorError("I/O error: No space left on device (os error 28)")
+            raise checkpoints.SafetensorError("I/O error: No space left on device (os error 28)")
         whole(*arguments)
 
-    monkeypatch.setattr(training, "save_file", sometimes)
+    monkeypatch.setattr(checkpoints, "save_file", sometimes)
     result = training.fit(run, checkpoint)
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(" (")[0] for line in told] == [

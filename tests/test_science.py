@@ -7,7 +7,7 @@ import build
 import pandas as pd
 import pytest
 
-from vitbook.data import Augment, load
+from vitbook.data import SETS, Augment, load
 from vitbook.models.adapters import TimmConfig
 from vitbook.models.vit import ViTConfig
 from vitbook.runs import Recipe, Run, store
@@ -59,7 +59,7 @@ def test_records_stay_small():
 def test_a_shipped_model_measures_as_recorded(chapter, key):
     run, record = run_of(shipped_runs()[key]), store.read(key)
     train = load(run.data, "train", limit=run.limit)
-    test = load(run.data, "test" if run.data.startswith("cifar") else "valid")
+    test = load(run.data, SETS[run.data].splits[1])
     assert record["provenance"]["data"]["test"] == test.fingerprint
     again, recorded = evaluate(run, record["weights"], train, test), record["measures"][-1]
     assert again["accuracy"] == pytest.approx(recorded["accuracy"], abs=3 / len(test))  # a near tie may turn over

@@ -186,3 +186,11 @@ def test_a_change_may_follow_the_papers_value_and_runs_are_one_a_seed():
     long = Run("shapes", ViTConfig(classes=10), Recipe(epochs=200, warmup=10))
     assert [(run.recipe.epochs, run.recipe.warmup, run.seed) for run in profile.runs(long)] == [(60, 3, 0), (60, 3, 4)]
     assert profile.differences(long).loc["recipe.epochs"].tolist() == [200, 60]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"lr": math.inf}, {"weight_decay": math.nan}, {"clip": math.nan}, {"betas": (2, 3)}]
+)
+def test_recipes_with_impossible_numbers_are_refused(fields):
+    with pytest.raises(ValueError, match="lr and clip are positive"):
+        Recipe(**fields)

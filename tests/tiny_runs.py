@@ -20,7 +20,7 @@ from torch import nn
 
 from vitbook.data import Augment, load
 from vitbook.models.vit import ViTConfig
-from vitbook.runs import SMOKE, Recipe, Run, obtain, records, store, training
+from vitbook.runs import SMOKE, Recipe, Run, checkpoint, obtain, records, store, training
 
 training.load = functools.cache(load)  # `shapes` is drawn anew at each call, which takes as long as such a run
 PAPER = Run("cifar10", ViTConfig(classes=10, drop_path=0.2), Recipe(augment=Augment(cutmix=1.0)))
@@ -139,6 +139,7 @@ def ask(cache: Path, run: Run, die: tuple[str, int] | None = None) -> None:
 
     cache.mkdir(parents=True, exist_ok=True)
     training.learning_rate, os.replace, records.fit = learning_rate, put, noted
-    training.save_file, store.save_file = writer("checkpoint", training.save_file), writer("record", store.save_file)
+    checkpoint.save_file = writer("checkpoint", checkpoint.save_file)
+    store.save_file = writer("record", store.save_file)
     with open(cache / f"{os.getpid()}.err", "w", buffering=1) as sys.stderr:
         obtain(run)

@@ -122,6 +122,8 @@ def _obtain(name: str, split: str, root: str | os.PathLike | None) -> ImageSet:
     spec, cache = SETS[name], _cache_folder() / f"{name}-{split}.safetensors"
     tried = []
     folder = root or os.environ.get("VITBOOK_DATA")
+    if folder and not Path(folder).is_dir():
+        raise ValueError(f"VITBOOK_DATA is {folder!r}, which is no folder; name one of Parquet files, or unset it")
     files = origins.find_parquet(Path(folder), spec, split) if folder else []
     if not folder:
         tried.append("Parquet files: no root given and VITBOOK_DATA not set")

@@ -183,6 +183,11 @@ def measure_heads(
     ``entropy`` in nats and ``effective`` = e^entropy tokens; the masses ``self``, ``cls``, ``neighbours`` (of the whole
     row, so ≤ 1); ``cls_entropy``, of the CLS query.
     """
+    if not all(given is not None or hasattr(model, name) for name, given in (("grid", grid), ("prefix", prefix))):
+        raise ValueError(
+            f"a {type(model).__name__} does not say its grid and prefix; wrap a timm model as adapters.capture(model), "
+            "or give grid= and prefix="
+        )
     grid = model.grid if grid is None else grid
     prefix = model.prefix if prefix is None else prefix
     has_cls = prefix > 0 and getattr(model, "has_cls", True)

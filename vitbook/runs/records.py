@@ -5,9 +5,11 @@ import math
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -17,8 +19,9 @@ from tqdm import tqdm
 
 from vitbook.data import SETS
 from vitbook.runs import store
-from vitbook.runs.spec import Run
-from vitbook.runs.training import describe, fit, rebuild
+from vitbook.runs.checkpoint import progress
+from vitbook.runs.spec import Run, describe
+from vitbook.runs.training import fit, rebuild
 
 CPU_RATE = 6e10  # training FLOP/s of one core of a CPU with bf16 matrix products, measured on the book's base model
 
@@ -64,8 +67,8 @@ class Record:
         weights = getattr(self, at)
         if weights is None:
             raise ValueError(
-                f"the {at} of {describe(self.run)} are not kept here (the book ships those of seed 0); "
-                "obtain() trains the run when its record is not shipped"
+                f"the {at} of {describe(self.run)} are not kept here: the book ships those of seed 0, "
+                "and the others stay in the cache of the machine that trained them"
             )
         return rebuild(self.run, weights, device)
 
@@ -77,12 +80,16 @@ def obtain(run: Run, *, train: bool = True) -> Record:
     """
     if not train and store.find(store.key_of(run.spec)) is None:
         raise NotRecorded(_how_to_record([run]))
-    checkpoint = store.cache() / "checkpoints" / f"{run.id}.safetensors"
+    checkpoint = _checkpoint(run)
     result = store.remember(run.spec, lambda: fit(run, checkpoint, report=_progress(run)))
     for left in checkpoint.parent.glob(f"*{checkpoint.name}*"):  # with the scratch files of processes that were killed
         with contextlib.suppress(OSError):  # the cache may be read-only: a shipped record needs none
             left.unlink()
     return Record(run, **result)
+
+
+def _checkpoint(run: Run) -> Path:
+    return store.cache() / "checkpoints" / f"{run.id}.safetensors"
 
 
 def obtain_many(
@@ -107,7 +114,7 @@ def obtain_many(
         print(_how_to_record(missing))
         runs = [r for r in runs if r not in missing]
     elif missing:
-        cost = {r: seconds(r) for r in missing}
+        cost = {r: seconds(r) * (1 - progress(_checkpoint(r)) / r.recipe.epochs) for r in missing}
         small = executor is None and sum(cost.values()) < 60
         if not small:
             left = sum(cost.values()) / 60
@@ -166,7 +173,14 @@ def _say(text: str) -> None:
 
 
 def _one_thread() -> None:
+    """A worker's start: one thread, and an end when the process that asked is gone."""
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)  # checkpoints and locks survive this, as they survive a kill
 
 
 def _make(run: Run) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -37,14 +38,17 @@ class Recipe:
                 "whole numbers, at least one epoch and one image a batch, and a warmup within the epochs are needed"
             )
         if (
-            self.lr <= 0
+            not 0 < self.lr < math.inf
             or not 0 <= self.min_lr <= self.lr
-            or self.weight_decay < 0
-            or (self.clip is not None and self.clip <= 0)
+            or not 0 <= self.weight_decay < math.inf
+            or (self.clip is not None and not 0 < self.clip < math.inf)
+            or len(self.betas) != 2
+            or not all(0 <= beta < 1 for beta in self.betas)
         ):
             raise ValueError(
-                f"lr={self.lr}, min_lr={self.min_lr}, weight_decay={self.weight_decay}, clip={self.clip}: "
-                "lr and clip are positive, min_lr lies between 0 and lr, weight_decay is not negative"
+                f"lr={self.lr}, min_lr={self.min_lr}, weight_decay={self.weight_decay}, clip={self.clip}, "
+                f"betas={self.betas}: lr and clip are positive, min_lr lies between 0 and lr, weight_decay is not "
+                "negative, the two betas lie in 0 to 1"
             )
 
 
@@ -83,6 +87,11 @@ class Run:
     def id(self) -> str:
         """Twelve hex digits that name this run: fields added later, with their default, leave it alone."""
         return key_of(self.spec)
+
+
+def describe(run: Run) -> str:
+    """How messages name a run."""
+    return f"{run.data} {run.id} seed {run.seed}"
 
 
 def canonical(value: Any) -> Any:

@@ -67,10 +67,27 @@ def remember(spec: dict, compute: Callable[[], dict], *, make: bool = True) -> d
 
 
 def read(key: str) -> dict:
-    """The entry of that key; :class:`DamagedRecord` names the file that is not as it was written."""
+    """The entry of that key; :class:`DamagedRecord` names the file that is not as it was written.
+
+    The book ships few weights, and who trained a run has them all: they are added from the cache where its entry says
+    the same as the shipped one.
+    """
     folder = find(key)
     if folder is None:
         raise KeyError(f"no record {key}; looked in {shipped()} and {cache() / 'records'}")
+    content = _content(folder, key)
+    result = content["result"] | _tensors(folder, content)
+    own = cache() / "records" / key
+    if own != folder and own.exists():
+        with contextlib.suppress(DamagedRecord):
+            kept = _content(own, key)
+            if kept["result"] == content["result"]:
+                result = _tensors(own, kept) | result
+    return result
+
+
+def _content(folder: Path, key: str) -> dict:
+    """What ``record.json`` of an entry holds, checked."""
     path = folder / "record.json"
     remedy = f"delete the folder {folder} and record again"
     try:
@@ -83,7 +100,12 @@ def read(key: str) -> dict:
         raise DamagedRecord(f"{path} has format {found}, this vitbook reads {FORMAT}; update vitbook, or {remedy}")
     if entry.get("sha256") != _digest(content) or key_of(content["spec"]) != key:
         raise DamagedRecord(f"{path} is not what was written: its checksum or its spec does not fit; {remedy}")
-    result = content["result"]
+    return content
+
+
+def _tensors(folder: Path, content: dict) -> dict[str, dict[str, Tensor]]:
+    """The groups of tensors beside an entry's ``record.json``, each checked."""
+    result, remedy = {}, f"delete the folder {folder} and record again"
     for name, digest in content["files"].items():
         file = folder / f"{name}.safetensors"
         try:
@@ -143,8 +165,7 @@ def publish(key: str) -> None:
     """
     if not os.environ.get("VITBOOK_PUBLISH") or (shipped() / key).exists():
         return
-    result = read(key)
-    content = json.loads((find(key) / "record.json").read_text("utf-8"))["content"]
+    result, content = read(key), _content(find(key), key)
     run = content["spec"].get("run")
     if isinstance(run, dict) and run.get("seed", 0):
         result = {name: part for name, part in result.items() if name not in content["files"]}

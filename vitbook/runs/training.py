@@ -7,12 +7,9 @@ number of threads, which decides the order of sums, comes from the checkpoint.
 
 import contextlib
 import functools
-import json
 import math
-import os
 import platform
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,17 +20,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from timm.optim import param_groups_weight_decay
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitbook.data import SETS, ImageSet, load
 from vitbook.measures.heads import measure_heads
-from vitbook.runs.spec import Run
+from vitbook.runs import checkpoint as checkpoints
+from vitbook.runs.spec import Run, describe
 
-CHECKPOINT_FORMAT = 1
 LIBRARIES = ("torch", "torchvision", "timm", "numpy")  # whose versions a record names
 UNDECAYED = ("pos_embed", "cls_token", "reg_token")  # weight decay leaves these alone, beside what is no matrix
 CLEAN = 2_000  # training images, without augmentation, on which arms with different targets are compared
@@ -90,7 +85,7 @@ def fit(
 
     if checkpoint:
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    state = _resume(checkpoint, run) if checkpoint else None
+    state = checkpoints.resume(checkpoint, run) if checkpoint else None
     plain = state["plain"] if state else {
         "epoch": 0, "threads": torch.get_num_threads(), "precision": precision(device), "sessions": 0,
         "curves": {"epoch": [], "loss": [], "lr": [], "seconds": []}, "measures": [], "scaler": None,
@@ -105,7 +100,7 @@ def fit(
     scaler = torch.amp.GradScaler(device, enabled=plain["precision"] == "fp16")
     warmup: dict[str, Tensor] = {}
     if state:
-        warmup = _restore(state["tensors"], model, optimizer, device)
+        warmup = checkpoints.restore(state["tensors"], model, optimizer, device)
         if plain["scaler"]:
             scaler.load_state_dict(plain["scaler"])
     else:
@@ -161,7 +156,7 @@ def fit(
             column.append(epoch if name == "epoch" else float(f"{row[name]:.6g}"))
         plain |= {"epoch": epoch, "scaler": scaler.state_dict() or None}
         if checkpoint:
-            _save(checkpoint, run, plain, model, optimizer, warmup)
+            checkpoints.save(checkpoint, run, plain, model, optimizer, warmup)
         if report:
             report(epoch, row)
 
@@ -251,11 +246,6 @@ def table_to_json(table: pd.DataFrame) -> dict[str, list]:
     }
 
 
-def describe(run: Run) -> str:
-    """How messages name a run."""
-    return f"{run.data} {run.id} seed {run.seed}"
-
-
 def machine(device: str) -> dict:
     """Where and with what a number is made: commit, date, versions, device."""
     here = str(Path(__file__).parents[1])
@@ -266,14 +256,14 @@ def machine(device: str) -> dict:
             return answer.stdout.strip() if answer.returncode == 0 else None
         return None
 
-    changed = git("status", "--porcelain", "--", here)
+    ours = git("ls-files", "--", here)  # empty where it is installed, even inside somebody else's repository
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     return {
-        "commit": git("rev-parse", "HEAD"),
-        "modified": None if changed is None else bool(changed),
+        "commit": git("rev-parse", "HEAD") if ours else None,
+        "modified": bool(git("status", "--porcelain", "--", here)) if ours else None,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {p: version(p) for p in LIBRARIES},
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else name,
@@ -295,53 +285,3 @@ def _seeded(seed: int, epoch: int, device: str):
     with torch.random.fork_rng(devices=[torch.device(device)] if device.startswith("cuda") else []):
         torch.manual_seed(seed * 1_000_003 + epoch)
         yield
-
-
-def _save(
-    path: Path, run: Run, plain: dict, model: nn.Module, optimizer: torch.optim.Optimizer, warmup: dict[str, Tensor]
-) -> None:
-    tensors = {f"model/{k}": v for k, v in model.state_dict().items()} | {f"warmup/{k}": v for k, v in warmup.items()}
-    for name, p in model.named_parameters():
-        tensors |= {f"optimizer/{name}/{k}": v for k, v in optimizer.state[p].items()}
-    tensors = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    meta = {"format": CHECKPOINT_FORMAT, "run": run.id, "plain": plain}
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file(tensors, scratch, {"state": json.dumps(meta)})
-        os.replace(scratch, path)
-    except (OSError, SafetensorError) as error:
-        print(
-            f"{describe(run)}: no checkpoint after epoch {plain['epoch']} ({error}); training goes on", file=sys.stderr
-        )
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-def _resume(path: Path, run: Run) -> dict | None:
-    if not path.exists():
-        return None
-    try:
-        with safe_open(path, "pt") as file:
-            meta = json.loads(file.metadata()["state"])
-            tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 (a safetensors file is no dict)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no readable checkpoint ({error}); delete it to start this run anew") from error
-    if meta.get("format") != CHECKPOINT_FORMAT:
-        raise ValueError(
-            f"{path} has checkpoint format {meta.get('format')}, not {CHECKPOINT_FORMAT}; delete it to start anew"
-        )
-    if meta["run"] != run.id:
-        raise ValueError(f"{path} is the checkpoint of run {meta['run']}, not of {run.id}; give each run its own file")
-    return {"plain": meta["plain"], "tensors": tensors}
-
-
-def _restore(
-    tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, device: str
-) -> dict[str, Tensor]:
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {k.removeprefix(prefix): v.to(device) for k, v in tensors.items() if k.startswith(prefix)}
-
-    model.load_state_dict(part("model/"))
-    for name, p in model.named_parameters():
-        optimizer.state[p] = part(f"optimizer/{name}/")
-    return part("warmup/")
