@@ -1,14 +1,15 @@
-"""MixUp, label smoothing and per-image policies: closed forms, and torchvision's own result on each image alone."""
+"""MixUp, CutMix, its controls, smoothing, per-image operations: closed forms, and torchvision's own results."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from torchvision.transforms import v2
 
-from vitbook.data import Augment, load
-from vitbook.data.policies import POLICIES, AutoAugment
+from vitbook.data import Augment, load, mixing
+from vitbook.data.policies import COLOURS, LEVELS, POLICIES, AutoAugment, ColorJitter
 
 
 @pytest.mark.parametrize(("alpha", "weight"), [(0.2, 0.899), (0.8, 0.772), (1.0, 0.750)])
@@ -31,6 +32,78 @@ def test_both_mixings_take_turns_evenly():
     # CutMix leaves or copies each pixel, MixUp changes them all
     cut = sum((augment.mix(images, labels, 2)[0] == images).any().item() for _ in range(n))
     assert cut / n == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(n))
+
+
+@pytest.mark.parametrize("law", [v2.CutMix, v2.MixUp])
+def test_one_draw_a_batch_is_torchvision(law):
+    images, labels = torch.randn(6, 3, 16, 12), torch.tensor([0, 3, 1, 1, 2, 4])
+    augment = Augment(cutmix=1.0) if law is v2.CutMix else Augment(mixup=0.8)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        got = augment.mix(images, labels, 5)
+        torch.manual_seed(seed)
+        torch.rand(())  # whether the batch is mixed
+        want = law(alpha=augment.cutmix or augment.mixup, num_classes=5)(images, labels)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
+
+
+def numbered(n, h, w):
+    """Images of one value each, 1 … n, and labels 0 … n - 1."""
+    return torch.arange(1.0, n + 1)[:, None, None, None].expand(n, 3, h, w).clone(), torch.arange(n)
+
+
+def test_per_image_every_image_has_its_own_box_and_its_own_share():
+    images, labels = numbered(400, 32, 32)
+    torch.manual_seed(0)
+    mixed, targets = Augment(cutmix=1.0, per_image=True).mix(images, labels, 400)
+    own = (mixed == images)[:, 0].double().mean((1, 2))
+    assert torch.allclose(targets[labels, labels].double(), own) and torch.allclose(targets.sum(1), torch.ones(400))
+    assert torch.equal(mixed[:, 0] != images[:, 0], mixed[:, 0] == images.roll(1, 0)[:, 0])
+    assert len(own.unique()) > 150
+    assert (1 - own).mean().item() == pytest.approx(0.299, abs=4 * 0.185 / 20)  # the published mean area
+    mixed, targets = Augment(mixup=1.0, per_image=True).mix(images, labels, 400)
+    share = targets[labels, labels]
+    assert torch.allclose(mixed[:, 0, 0, 0], share * images[:, 0, 0, 0] + (1 - share) * images.roll(1, 0)[:, 0, 0, 0])
+    assert len(share.unique()) > 390 and share.mean().item() == pytest.approx(0.5, abs=4 * 0.289 / 20)
+
+
+@pytest.mark.parametrize("per_image", [False, True])
+@pytest.mark.parametrize("kind", mixing.CUTS)
+def test_controls_of_cutmix(kind, per_image):
+    """By the same draws as CutMix itself: which pixels change, to what, and what is asked of the model."""
+    images, labels = torch.rand(6, 3, 32, 24) + 1, torch.arange(6)
+    hard, other = torch.eye(6), torch.eye(6).roll(1, 0)
+    crossed = changed = 0
+    for seed in range(30):
+        torch.manual_seed(seed)
+        pasted, shared = Augment(cutmix=1.0, per_image=per_image).mix(images, labels, 6)
+        torch.manual_seed(seed)
+        mixed, targets = Augment(cutmix=1.0, cut=kind, per_image=per_image).mix(images, labels, 6)
+        box = (pasted != images)[:, :1].expand_as(images)
+        own = shared.diagonal()[:, None]
+        assert torch.allclose(own[:, 0], 1 - box[:, 0].float().mean((1, 2)), atol=1e-6)
+        crossed += int((own < 0.5).sum())
+        if kind == "labels":
+            assert torch.equal(mixed, images)
+        elif kind == "erase":
+            assert torch.equal(mixed, torch.where(box, 0, images))
+        elif kind != "shuffle":
+            assert torch.equal(mixed, pasted)
+        else:
+            assert torch.equal(mixed[~box], images[~box])
+            patches, before = (
+                x.view(6, 3, 8, 4, 8, 3).permute(0, 2, 4, 1, 3, 5).reshape(6, 64, 36) for x in (mixed, images)
+            )
+            whole = box.view(6, 3, 8, 4, 8, 3).permute(0, 2, 4, 1, 3, 5).reshape(6, 64, 36).all(2)
+            for now, then, inside in zip(patches, before, whole, strict=True):
+                came = (now[:, None] == then).all(2).int().argmax(1)  # the place each patch came from
+                assert torch.equal(now, then[came])
+                assert torch.equal(came.sort().values, torch.arange(64))
+                assert torch.equal(came[~inside], torch.arange(64)[~inside])
+                changed += int((came != torch.arange(64)).sum() > 0.5 * inside.sum() > 4)
+        want = {"paste": shared, "labels": shared, "major": torch.where(own >= 0.5, hard, other)}
+        assert torch.allclose(targets, want.get(kind, hard), atol=1e-6)
+    assert crossed > 10 and (kind != "shuffle" or changed > 30)
 
 
 def test_smoothing_gives_every_class_its_share():
@@ -99,6 +172,31 @@ def test_a_chunk_is_every_image_by_itself(policy):
     assert changed > 60 and not torch.equal(got, images)
 
 
+def test_a_chunk_of_colours_is_every_image_by_itself():
+    images, jitter = load("shapes", "test", limit=90).images, ColorJitter(0.4)
+    torch.manual_seed(3)
+    got = jitter(images)
+    torch.manual_seed(3)
+    order = torch.rand(90, 4).argsort(1)
+    level = torch.randint(LEVELS, (90, 4))
+    assert all(len(column.unique()) == 4 for column in order.T)
+    for i in range(90):
+        image = images[i]
+        for operation in order[i].tolist():
+            low, high = (-0.1, 0.1) if operation == 3 else (0.6, 1.4)
+            image = COLOURS[operation](image, low + (high - low) * level[i, operation].item() / (LEVELS - 1))
+        assert torch.equal(got[i], image)
+    assert (got != images).flatten(1).any(1).all()
+
+
+def test_colours_reach_the_ends_that_torchvision_draws_between():
+    theirs = v2.ColorJitter(0.4, 0.4, 0.4, 0.1)
+    ranges = [theirs.brightness, theirs.contrast, theirs.saturation, theirs.hue]
+    assert torch.allclose(torch.tensor(ColorJitter(0.4).ranges), torch.tensor(ranges))
+    grey = torch.full((1, 3, 4, 4), 100, dtype=torch.uint8)
+    assert [ColorJitter(0.4).apply(grey, 0, n).max().item() for n in (0, LEVELS - 1)] == [60, 140]
+
+
 def test_policy_follows_crop_and_flip_and_leaves_the_input_alone():
     images = load("shapes", "test", limit=50).images
     before = images.clone()
@@ -112,7 +210,17 @@ def test_policy_follows_crop_and_flip_and_leaves_the_input_alone():
     ({"policy": "svhm"}, "policy is 'svhm'; choose one of cifar10, imagenet"),
     ({"mixup": -1.0}, "mixup is -1.0"),
     ({"smoothing": 1.0}, "smoothing is 1.0"),
+    ({"jitter": 1.5}, "jitter is 1.5"),
+    ({"cutmix": 1.0, "cut": "copy"}, "cut is 'copy'; choose one of paste, major, labels, erase, shuffle"),
+    ({"cut": "erase"}, "cut is 'erase', a control of CutMix, and cutmix is 0"),
 ])  # fmt: skip
 def test_bad_fields(fields, message):
     with pytest.raises(ValueError, match=message):
         Augment(**fields)
+
+
+def test_shuffle_needs_a_grid_of_patches():
+    data = load("shapes", "test", limit=10)
+    odd = replace(data, images=data.images[:, :, :30])
+    with pytest.raises(ValueError, match="images of 30 × 32 pixels cannot be cut into the 8 × 8 patches"):
+        Augment(cutmix=1.0, cut="shuffle").epoch(odd, 5)
