@@ -61,8 +61,7 @@ import torch
 from vitbook.data import Augment, load_or_shapes
 from vitbook.measures.heads import attention_distance, attention_entropy, neighbours, patch_distances, reference_heads
 from vitbook.models.vit import ViTConfig
-from vitbook.runs import DESK, Recipe, Run, choose, obtain_many
-from vitbook.runs.records import CPU_RATE, seconds
+from vitbook.runs import DESK, Recipe, Run, choose, minutes, obtain_many
 from vitbook.show import distance_entropy_plane, heads_by_layer, house_style, layer_profile, over_epochs
 
 house_style()
@@ -89,16 +88,16 @@ scale.differences(paper)
 
 # %% tags=["hide-input"]
 def clock(time: float) -> str:
-    """Seconds as people say them."""
-    return f"{max(time, 1):.0f} s" if time < 60 else f"{time / 60:.0f} min" if time < 7200 else f"{time / 3600:.0f} h"
+    """Minutes as people say them."""
+    return f"{max(60 * time, 1):.0f} s" if time < 1 else f"{time:.0f} min" if time < 120 else f"{time / 60:.0f} h"
 
 
 def cost(run: Run) -> dict[str, str]:
     """Estimates for one run, from its floating-point operations."""
     return {
         "data": run.data,
-        "on one CPU core": clock(seconds(run)),
-        "on a GPU, if it sustained 100 TFLOP/s": clock(seconds(run) * CPU_RATE / 1e14),
+        "on one CPU core": clock(minutes(run)),
+        "on a GPU, if it sustained 100 TFLOP/s": clock(minutes(run, 1e14)),
     }
 
 
@@ -118,14 +117,9 @@ N = grid[0] * grid[1]  # patches; T = N + 1 tokens
 uniform = patch_distances(grid, "px", patch).mean().item()
 
 
-def px(table: pd.DataFrame) -> pd.DataFrame:
-    """A record's table of heads, which holds distances in patches, in pixels."""
-    return table.assign(**{name: table[name] * patch for name in ("distance", "distance_se", "leaky")})
-
-
 def stages(epoch: int | None = None) -> dict[str, pd.DataFrame]:
     """The heads of every recorded seed at a milestone, the last one by default."""
-    return {f"seed {run.seed}": px(record.heads(epoch)) for run, record in records.items()}
+    return {f"seed {run.seed}": record.heads(epoch, "px") for run, record in records.items()}
 
 
 first, finals, before = records.get(runs[0]), stages(), stages(0)
@@ -479,7 +473,7 @@ over_epochs(course, "entropy", uniform=log(N + 1)) if records else missing
 # %% tags=["hide-input"]
 def onset(record) -> dict[str, str]:
     """When a layer's mean first falls below 95 % of uniform, and when it has come half of its way."""
-    lows = {row["epoch"]: px(record.heads(row["epoch"])).groupby("layer").distance.mean() for row in record.measures}
+    lows = {row["epoch"]: record.heads(row["epoch"], "px").groupby("layer").distance.mean() for row in record.measures}
     start, end = lows[0].min(), lows[max(lows)].min()
     below = [epoch for epoch, layers in lows.items() if layers.min() < 0.95 * uniform]
     half = next(epoch for epoch, layers in lows.items() if layers.min() <= (start + end) / 2)
@@ -718,8 +712,8 @@ if try_it:
     mixed = replace(base, recipe=recipe, limit=5_000)
     plain = replace(mixed, recipe=replace(recipe, augment=Augment()))
     trained = obtain_many([mixed, plain])
-    starts = [px(trained[run].heads(0)) for run in (mixed, plain)]
-    ends = [px(trained[run].heads()) for run in (mixed, plain)]
+    starts = [trained[run].heads(0, "px") for run in (mixed, plain)]
+    ends = [trained[run].heads(unit="px") for run in (mixed, plain)]
     for name, run, end in zip(("CutMix", "crop and flip"), (mixed, plain), ends, strict=True):
         print(name, f"{trained[run].accuracy:.1%}", end.groupby("layer").distance.mean().round(2).tolist())
         near = end.loc[end.distance.idxmin()]

@@ -61,9 +61,8 @@ from matplotlib.figure import Figure
 from vitbook.data import Augment
 from vitbook.measures.heads import neighbours, patch_distances
 from vitbook.models.vit import ViTConfig
-from vitbook.runs import Profile, Recipe, Run, choose, obtain_many
-from vitbook.runs.records import CPU_RATE, seconds
-from vitbook.show import house_style, layer_profile, pooled_spread, training_curves
+from vitbook.runs import Profile, Recipe, Run, choose, minutes, obtain_many
+from vitbook.show import house_style, layer_profile, pooled_spread, tidy, training_curves
 
 house_style()
 
@@ -147,14 +146,10 @@ said = pd.DataFrame(
 ).reindex(list(ladder))  # fmt: skip
 
 
-def tidy(table: pd.DataFrame, digits: int = 2) -> pd.DataFrame:
-    """Rounded, with a dash for what is not there."""
-    return table.round(digits).astype(object).where(table.notna(), "–")
-
-
-minutes = {"desk, CPU min": [seconds(desk.scale(run)) / 60 for run in ladder.values()]}
-minutes["paper, GPU min"] = [seconds(run) * CPU_RATE / 1e14 / 60 for run in ladder.values()]
-costs = pd.DataFrame(minutes, index=list(ladder))
+GPU = 1e14  # FLOP/s, if it sustained that many
+patience = {"desk, CPU min": [minutes(desk.scale(run)) for run in ladder.values()]}
+patience["paper, GPU min"] = [minutes(run, GPU) for run in ladder.values()]
+costs = pd.DataFrame(patience, index=list(ladder))
 costs = pd.concat([pd.DataFrame({"step": names, "source B (%)": said.accuracy}), costs], axis=1)
 costs.loc["sum"] = costs.sum(numeric_only=True).drop("source B (%)")
 tidy(costs, 1)
@@ -175,9 +170,8 @@ done = {(step, run.seed): run for step, many in runs.items() for run in many if 
 
 
 def heads(step: str, seed: int, epoch: int | None = None) -> pd.DataFrame:
-    """The heads of a run, distances in pixels; a record holds them in patches, and patches differ in size."""
-    table = records[done[step, seed]].heads(epoch)
-    return table.assign(distance=table.distance * models[step].patch)
+    """The heads of a run, distances in pixels: patches differ in size from step to step."""
+    return records[done[step, seed]].heads(epoch, "px")
 
 
 layers = {key: heads(*key).groupby("layer").mean() for key in done}
@@ -666,7 +660,7 @@ if try_it:
     trained = obtain_many(arms.values())
     rows = {}
     for arm, run in arms.items():
-        far = 4 * trained[run].heads().groupby("layer").distance.mean()
+        far = trained[run].heads(unit="px").groupby("layer").distance.mean()
         rows[arm] = {"accuracy (%)": 100 * trained[run].accuracy, "nearest layer": far.idxmin(), "px": far.min()}
     display(pd.DataFrame(rows).T.rename_axis(["peak rate", "warmup"]).round(2).astype({"nearest layer": int}))
     # The check.

@@ -19,7 +19,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from vitbook.data import Augment, load
+from vitbook.data import Augment, ImageSet, load
 from vitbook.measures.heads import measure_heads
 from vitbook.models.vit import ViT, ViTConfig
 from vitbook.runs import Recipe, Run, fit
@@ -30,25 +30,28 @@ THREADS = sorted({1, os.cpu_count() or 1})
 OUT = Path(__file__).parents[1] / "book" / "bench.json"
 
 
-def best(work: Callable[[], object], repeats: int = 5) -> tuple[float, int]:
-    """Fewest seconds of ``work()`` over thread settings and repeats, and the threads that gave them."""
-    times = {}
-    for threads in THREADS:
-        torch.set_num_threads(threads)
-        work()
-        for _ in range(repeats):
-            start = time.perf_counter()
-            work()
-            times[threads] = min(time.perf_counter() - start, times.get(threads, float("inf")))
-    threads = min(times, key=times.get)
-    return times[threads], threads
+def race(*rivals: Callable[[], object], repeats: int = 5, threads: list[int] = THREADS) -> list[tuple[float, int]]:
+    """Of each rival: its fewest seconds over repeats and thread settings, and the threads that gave them.
+
+    They take turns, so that whatever else the machine does meets them alike.
+    """
+    times = [{} for _ in rivals]
+    for turn in range(repeats + 1):  # the first turn warms up
+        for n in threads:
+            torch.set_num_threads(n)
+            for work, mine in zip(rivals, times, strict=True):
+                start = time.perf_counter()
+                work()
+                if turn:
+                    mine[n] = min(time.perf_counter() - start, mine.get(n, float("inf")))
+    return [(min(mine.values()), min(mine, key=mine.get)) for mine in times]
 
 
 def peak(dtype: torch.dtype) -> float:
     """FLOP/s of a large square matrix product."""
     n = 2048
     a = torch.ones(n, n, dtype=dtype)
-    return 2 * n**3 / best(lambda: a @ a)[0]
+    return 2 * n**3 / race(lambda: a @ a)[0][0]
 
 
 def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> Callable[[], None]:
@@ -76,8 +79,10 @@ def timm_vit() -> VisionTransformer:
 def training_step() -> dict:
     model, peer = ViT(**SOURCE_A), timm_vit()
     dtype = torch.bfloat16 if precision("cpu") == "bf16" else None
-    fast, threads = best(steps(model, torch.optim.AdamW(model.parameters(), fused=True), dtype))
-    slow, their_threads = best(steps(peer, torch.optim.AdamW(peer.parameters()), None))
+    (fast, threads), (slow, their_threads) = race(
+        steps(model, torch.optim.AdamW(model.parameters(), fused=True), dtype),
+        steps(peer, torch.optim.AdamW(peer.parameters()), None),
+    )
     work = 3 * ViTConfig(**SOURCE_A).flops() * 128 / fast
     share = work / peak(dtype or torch.float32)
     ours = f"{128 / fast:.0f} images/s ({threads} threads; {share:.0%} of the matmul peak)"
@@ -85,33 +90,40 @@ def training_step() -> dict:
     return row("training step, 8×192, batch 128", ours, theirs, slow / fast, 2.7)
 
 
-def whole_epoch(images: int = 3_840) -> dict:
-    """Data to update. Ours is ``fit`` itself; theirs the usual torchvision recipe with two workers."""
-    model = ViTConfig(**SOURCE_A)
-    run = Run("cifar100", model, Recipe(epochs=1, warmup=0, augment=Augment()), limit=images)
-    times = {}
-    for threads in THREADS:
-        torch.set_num_threads(threads)
-        with mock.patch("vitbook.runs.training.evaluate", return_value={"accuracy": 0.0}):  # not timed, and slow
-            times[threads] = fit(run)["curves"]["seconds"][0]
-    threads = min(times, key=times.get)
-    data = load("cifar100", "train", limit=images)
-    pictures = [v2.functional.to_pil_image(image) for image in data.images]
-    usual = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), v2.ToImage(),
-                        v2.ToDtype(torch.float32, scale=True), v2.Normalize(data.mean, data.std)])  # fmt: skip
+class Usual(torch.utils.data.Dataset):
+    """The usual recipe: PIL images, one by one, through torchvision's transforms."""
 
-    class Usual(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return images
+    def __init__(self, data: ImageSet, *more: v2.Transform):
+        self.pictures, self.labels = [v2.functional.to_pil_image(image) for image in data.images], data.labels.tolist()
+        self.transform = v2.Compose([
+            v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), *more,
+            v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(data.mean, data.std),
+        ])  # fmt: skip
 
-        def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-            return usual(pictures[i]), int(data.labels[i])
+    def __len__(self) -> int:
+        return len(self.pictures)
 
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return self.transform(self.pictures[i]), self.labels[i]
+
+    def loader(self, batch: int, workers: int) -> torch.utils.data.DataLoader:
+        return torch.utils.data.DataLoader(
+            self, batch, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=workers > 0
+        )
+
+
+def epoch_of(run: Run) -> float:
+    """Seconds of one epoch of ``fit``, data to update, at the present thread setting."""
+    with mock.patch("vitbook.runs.training.evaluate", return_value={"accuracy": 0.0}):  # not timed, and slow
+        return fit(run)["curves"]["seconds"][0]
+
+
+def whole_epoch(images: int = 2_560) -> dict:
+    """Ours is ``fit`` itself; theirs timm's model fed by a DataLoader with two workers."""
+    run = Run("cifar100", ViTConfig(**SOURCE_A), Recipe(epochs=1, warmup=0, augment=Augment()), limit=images)
     theirs = timm_vit()
     optimizer = torch.optim.AdamW(theirs.parameters())
-    loader = torch.utils.data.DataLoader(
-        Usual(), 128, shuffle=True, drop_last=True, num_workers=2, persistent_workers=True
-    )
+    loader = Usual(load("cifar100", "train", limit=images)).loader(128, workers=2)
 
     def epoch() -> None:
         for x, labels in loader:
@@ -120,11 +132,52 @@ def whole_epoch(images: int = 3_840) -> dict:
             loss.backward()
             optimizer.step()
 
-    slow, their_threads = best(epoch, repeats=1)
+    times = {}
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        times[threads] = epoch_of(run)
+    threads = min(times, key=times.get)
+    [(slow, their_threads)] = race(epoch, repeats=1)
     fast = times[threads]
     ours = f"{images / fast:.0f} images/s ({threads} threads)"
     other = f"timm and a DataLoader, two workers: {images / slow:.0f} images/s ({their_threads} threads)"
     return row("whole epoch, data to update", ours, other, slow / fast, 3.5)
+
+
+def augmentation(images: int = 10_000) -> list[dict]:
+    """Crop, flip, AutoAugment and CutMix, to normalised images and soft targets; and their share of an epoch."""
+    data = load("cifar100", "train", limit=images)
+    augment, batch = Augment(policy="cifar10", cutmix=1.0), 128
+    usual = Usual(data, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10))
+    cutmix = v2.CutMix(alpha=1.0, num_classes=100)
+    one, two = usual.loader(batch, workers=0), usual.loader(batch, workers=2)
+
+    def ours() -> None:
+        for _ in augment.epoch(data, batch):
+            pass
+
+    def theirs(loader: torch.utils.data.DataLoader) -> None:
+        for x, labels in loader:
+            cutmix(x, labels)
+
+    (fast, _), (slow, _) = race(ours, lambda: theirs(one), repeats=1, threads=[1])
+    (both, threads), (their_both, _) = race(ours, lambda: theirs(two), repeats=1)
+    base = ViTConfig(dim=64, depth=6, heads=4)
+    torch.set_num_threads(1)
+    epoch = epoch_of(Run("cifar100", base, Recipe(epochs=1, warmup=0, batch=64, augment=augment), limit=5_000))
+    part, whole = fast / images, epoch / 5_000  # seconds an image
+
+    def speeds(ours: float, theirs: float, how: str, who: str) -> tuple[str, str, float]:
+        return f"{images / ours:.0f} images/s ({how})", f"{who}: {images / theirs:.0f} images/s", theirs / ours
+
+    alone = speeds(fast, slow, "1 thread", "torchvision, PIL, one process")
+    together = speeds(both, their_both, f"{threads} threads", "a DataLoader, two workers")
+    of_it = f"{1e6 * part:.0f} µs an image", f"the whole epoch: {1e6 * whole:.0f} µs", part / whole
+    return [
+        row("augmentation, one core", *alone, 4, bf16=False),
+        row("augmentation, all cores", *together, 2, bf16=False),
+        row("augmentation in an epoch, 6×64", *of_it, 0.1, at_most=True, bf16=False),
+    ]
 
 
 def heads_time() -> dict:
@@ -135,8 +188,7 @@ def heads_time() -> dict:
         for x in images.split(64):
             model(x, fused=False)
 
-    plain, _ = best(forward, repeats=2)
-    measured, threads = best(lambda: measure_heads(model, images), repeats=2)
+    (plain, _), (measured, threads) = race(forward, lambda: measure_heads(model, images), repeats=2)
     ours, theirs = f"{measured:.1f} s ({threads} threads)", f"plain fp32 forward: {plain:.1f} s"
     return row("measure_heads, 7×384, 1,000 images", ours, theirs, measured / plain, 1.15, at_most=True, bf16=False)
 
@@ -180,7 +232,9 @@ def row(
 
 
 def main() -> None:
-    rows = [training_step(), whole_epoch(), heads_time(), heads_memory()]
+    # Memory first: a process inherits the high-water mark of the one that starts it.
+    memory = heads_memory()
+    rows = [training_step(), whole_epoch(), *augmentation(), heads_time(), memory]
     about = machine("cpu")
     peaks = {name: peak(dtype) / 1e12 for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
     said = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "book"))
@@ -22,6 +23,26 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 import build  # noqa: E402
 import vendor  # noqa: E402
 from browser import Browser, find_chromium  # noqa: E402
+
+from vitbook.runs import records, store, training  # noqa: E402
+
+
+@pytest.fixture
+def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache and a book of its own, in which runs are trained in bf16 with one thread."""
+    monkeypatch.setenv("VITBOOK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("VITBOOK_PUBLISH", raising=False)
+    monkeypatch.setattr(store, "shipped", lambda: tmp_path / "book")
+    monkeypatch.setattr(training, "precision", lambda device: "bf16")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "fit", lambda *_, **__: pytest.fail("a run was trained"))
 
 
 @dataclass(frozen=True)

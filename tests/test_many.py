@@ -2,36 +2,14 @@
 
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-from tiny_runs import assert_same, same_tensors, tiny, undisturbed
+from tiny_runs import assert_same, put, same_tensors, tiny, undisturbed
 
-from vitbook.runs import NotRecorded, fit, obtain, obtain_many, records, store, training
+from vitbook.runs import NotRecorded, fit, obtain, obtain_many, records
 from vitbook.runs.checkpoint import progress
 
-
-@pytest.fixture(autouse=True)
-def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VITBOOK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("VITBOOK_PUBLISH", raising=False)
-    monkeypatch.setattr(store, "shipped", lambda: tmp_path / "book")
-    monkeypatch.setattr(training, "precision", lambda device: "bf16")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def no_training(monkeypatch):
-    monkeypatch.setattr(records, "fit", lambda *_, **__: pytest.fail("a run was trained"))
-
-
-def put(run) -> Path:
-    """The run's record as it is made, in the cache."""
-    return store.write(run.spec, undisturbed(run))
+pytestmark = pytest.mark.usefixtures("own_world")
 
 
 def test_what_is_not_recorded_says_what_would_record_it(tmp_path, no_training):

@@ -13,31 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from tiny_runs import ask, assert_same, same_tensors, start, tiny, undisturbed
+from tiny_runs import ask, assert_same, put, same_tensors, start, tiny, undisturbed
 
 from vitbook.runs import DamagedRecord, obtain, obtain_many, records, remember, store, training
 
-
-@pytest.fixture(autouse=True)
-def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VITBOOK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("VITBOOK_PUBLISH", raising=False)
-    monkeypatch.setattr(store, "shipped", lambda: tmp_path / "book")
-    monkeypatch.setattr(training, "precision", lambda device: "bf16")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def no_training(monkeypatch):
-    monkeypatch.setattr(records, "fit", lambda *_, **__: pytest.fail("a run was trained"))
-
-
-def put(run) -> Path:
-    """The run's record as it is made, in the cache."""
-    return store.write(run.spec, undisturbed(run))
+pytestmark = pytest.mark.usefixtures("own_world")
 
 
 # Damage

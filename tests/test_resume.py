@@ -13,16 +13,7 @@ from tiny_runs import CNNConfig, ask, assert_same, loss_with, same_tensors, star
 from vitbook.runs import NonFiniteLoss, obtain, store, training
 from vitbook.runs import checkpoint as checkpoints
 
-
-@pytest.fixture(autouse=True)
-def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VITBOOK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("VITBOOK_PUBLISH", raising=False)
-    monkeypatch.setattr(training, "precision", lambda device: "bf16")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_world")
 
 
 class Interrupted(Exception):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -18,15 +19,7 @@ from vitbook.models.vit import ViTConfig
 from vitbook.runs import Recipe, Run, obtain, training
 from vitbook.runs.training import fit, learning_rate, precision
 
-
-@pytest.fixture(autouse=True)
-def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VITBOOK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("VITBOOK_PUBLISH", raising=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_world")
 
 
 def test_learning_rate_rises_in_a_line_and_falls_as_a_cosine():
@@ -165,6 +158,11 @@ def test_what_is_recorded_was_measured_on_the_rounded_weights():
     assert not record.heads(0).distance.equals(record.heads().distance)
     with pytest.raises(ValueError, match="nothing was measured at epoch 9; there are 0, 1, 2, 3"):
         record.heads(9)
+    px, largest = record.heads(unit="px"), record.heads(unit="max")  # patches of 8 px, 4 × 4 of them
+    for name in ("distance", "distance_se", "leaky"):
+        assert np.allclose(px[name], 8 * again[name], rtol=1e-5)
+        assert np.allclose(largest[name], again[name] / (3 * 2**0.5), rtol=1e-5)
+    pd.testing.assert_series_equal(px.entropy, record.heads().entropy)
     early = record.model(at="warmup").state_dict()
     assert all(torch.equal(early[k], v.float()) for k, v in record.warmup.items())
 

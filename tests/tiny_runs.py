@@ -18,11 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from vitbook.data import Augment, load
+from vitbook.data import Augment
 from vitbook.models.vit import ViTConfig
 from vitbook.runs import SMOKE, Recipe, Run, checkpoint, obtain, records, store, training
 
-training.load = functools.cache(load)  # `shapes` is drawn anew at each call, which takes as long as such a run
 PAPER = Run("cifar10", ViTConfig(classes=10, drop_path=0.2), Recipe(augment=Augment(cutmix=1.0)))
 TINY = SMOKE.with_changes(
     changes={"limit": 128, "model.patch": 8, "model.dim": 16, "recipe.batch": 32, "recipe.epochs": 3}
@@ -72,6 +71,11 @@ def assert_same(record: records.Record, result: dict) -> None:
     assert {k: v for k, v in record.curves.items() if k != "seconds"} == {
         k: v for k, v in result["curves"].items() if k != "seconds"
     }
+
+
+def put(run: Run) -> Path:
+    """The run's record as it is made, in the cache."""
+    return store.write(run.spec, undisturbed(run))
 
 
 def loss_with(on_call: Callable[[int, torch.Tensor], torch.Tensor]) -> SimpleNamespace:

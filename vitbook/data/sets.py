@@ -1,5 +1,6 @@
 """`load`: the same name is the same images in the same order, whatever the origin; decoded once, then cached."""
 
+import functools
 import hashlib
 import json
 import os
@@ -91,10 +92,9 @@ def load(
     if root is not None and not Path(root).is_dir():
         raise ValueError(f"root {str(root)!r} is not a folder; name one that holds Parquet files, or leave it out")
 
-    if spec.stem is None:
-        whole = _arranged(name, split, draw(split), spec.classes, "computed")
-    else:
-        whole = _obtain(name, split, root)
+    whole = _drawn(split) if spec.stem is None else _obtain(name, split, root)
+    if limit is None and spec.stem is None:
+        limit = len(whole)  # to be copied below: a drawn set stays as it was drawn
     if limit is None:
         return whole.to(device)
     if limit > len(whole):
@@ -103,6 +103,12 @@ def load(
         )
     # a copy, so that the rest of the split can be freed
     return replace(whole, images=whole.images[:limit].clone(), labels=whole.labels[:limit].clone()).to(device)
+
+
+@functools.cache
+def _drawn(split: str) -> ImageSet:
+    """`shapes`, whose drawing takes longer than many a run on it."""
+    return _arranged("shapes", split, draw(split), SETS["shapes"].classes, "computed")
 
 
 def load_or_shapes(name: str, split: str, *, limit: int | None = None) -> ImageSet:

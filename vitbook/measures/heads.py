@@ -100,7 +100,7 @@ def attention_distance(
 def _entropy(rows: Tensor) -> Tensor:
     """−Σ_j A_ij ln A_ij over the last axis, in nats."""
     # 0 ln 0 = 0 by a summand far below float32's resolution of any row: several times faster than torch.special.entr
-    return -torch.linalg.vecdot(rows, (rows + 1e-30).log())
+    return -torch.linalg.vecdot(rows, (rows + 1e-30).log_())
 
 
 def attention_entropy(attn: Tensor, prefix: int = 1) -> Tensor:
@@ -169,7 +169,7 @@ def measure_heads(
     prefix: int | None = None,
     unit: str = "patch",
     patch: int | tuple[int, int] | None = None,
-    batch: int = 64,
+    batch: int = 32,
 ) -> pd.DataFrame:
     """Every head of a model, measured over images in a stream: memory does not grow with their number.
 
@@ -196,11 +196,12 @@ def measure_heads(
         images = images.split(batch)
     d, near = patch_distances(grid, unit, patch), neighbours(grid)
     N, T = len(d), len(d) + prefix
-    # Masses are linear in A, so each is a product of the flattened maps with one column of weights.
-    weights = torch.zeros(3, T, T)
+    # Masses and the leaky distance are linear in A: each is a product of the flattened maps with a column of weights.
+    weights = torch.zeros(4, T, T)
     weights[0, prefix:, prefix:] = torch.eye(N)
     weights[1, prefix:, 0] = float(has_cls)
     weights[2, prefix:, prefix:] = near
+    weights[3, prefix:, prefix:] = d
     weights = (weights / N).flatten(1).T
     sums: list[Tensor] = []
     count = 0
@@ -219,13 +220,16 @@ def measure_heads(
             for layer, attn in enumerate(attns):
                 check_attention(attn, grid, prefix)
                 entropy = _entropy(attn)  # [B,H,T]
+                own, cls, near_mass, leaky = (attn.flatten(2) @ weights).unbind(-1)
                 per_image = torch.stack(
                     [
                         _row_distance(attn, d, prefix, True).nanmean(-1),
-                        _row_distance(attn, d, prefix, False).mean(-1),
+                        leaky,
                         entropy[:, :, prefix:].mean(-1),
                         entropy[:, :, 0] if has_cls else torch.full_like(entropy[:, :, 0], torch.nan),
-                        *(attn.flatten(2) @ weights).unbind(-1),
+                        own,
+                        cls,
+                        near_mass,
                     ]
                 ).double()  # [7,B,H], or [7,B·windows,H]
                 per_image = per_image.unflatten(1, (len(x), -1)).mean(2)  # [7,B,H]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vitbook.data import SETS
+from vitbook.measures.heads import patch_distances
 from vitbook.runs import store
 from vitbook.runs.checkpoint import progress
 from vitbook.runs.spec import Run, describe
@@ -46,8 +47,11 @@ class Record:
         """On the whole evaluation split, at the end of training (never the best on the way)."""
         return self.measures[-1]["accuracy"]
 
-    def heads(self, epoch: int | None = None) -> pd.DataFrame:
-        """The heads at a milestone (the last by default), as :func:`vitbook.measures.heads.measure_heads` gave them."""
+    def heads(self, epoch: int | None = None, unit: str = "patch") -> pd.DataFrame:
+        """The heads at a milestone (the last by default), as :func:`vitbook.measures.heads.measure_heads` gave them.
+
+        Distances in ``unit``: "patch", "px", or "max", parts of the largest distance between two patches.
+        """
         epochs = [row["epoch"] for row in self.measures]
         epoch = epochs[-1] if epoch is None else epoch
         if epoch not in epochs:
@@ -58,9 +62,13 @@ class Record:
                 f"{describe(self.run)} has no attention heads: its model is a {type(self.run.model).__name__}"
             )
         # A record holds 0 for 0.0 and None for NaN: columns get back the type that they were measured in
-        return pd.DataFrame(
+        table = pd.DataFrame(
             {k: pd.Series(v, dtype=int if k in ("layer", "head") else float) for k, v in row["heads"].items()}
         )
+        model = self.run.model
+        side = model.patch if unit == "px" else None
+        scale = patch_distances(model.grid, unit, side).max() / patch_distances(model.grid).max()
+        return table.assign(**{k: table[k] * scale.item() for k in ("distance", "distance_se", "leaky")})
 
     def model(self, device: str = "cpu", at: str = "weights") -> nn.Module:
         """The trained model, in evaluation mode; ``at="warmup"``: as it was at the end of warmup."""
@@ -114,13 +122,12 @@ def obtain_many(
         print(_how_to_record(missing))
         runs = [r for r in runs if r not in missing]
     elif missing:
-        cost = {r: seconds(r) * (1 - progress(_checkpoint(r)) / r.recipe.epochs) for r in missing}
-        small = executor is None and sum(cost.values()) < 60
+        cost = {r: minutes(r) * (1 - progress(_checkpoint(r)) / r.recipe.epochs) for r in missing}
+        small = executor is None and sum(cost.values()) < 1
         if not small:
-            left = sum(cost.values()) / 60
             _say(
                 f"{len(runs)} runs: {len(runs) - len(missing)} recorded, {len(missing)} missing, "
-                f"about {left:.0f} core-minutes left"
+                f"about {sum(cost.values()):.0f} core-minutes left"
             )
         _train(missing, cost, _Here() if small else executor)
     return {run: obtain(run, train=train) for run in runs}
@@ -160,7 +167,7 @@ def _train(missing: list[Run], cost: dict[Run, float], executor: Executor | None
                 failures.append(error)
                 _say(f"{describe(run)} failed: {error}")
             elif not isinstance(executor, _Here):
-                _say(f"{describe(run)} recorded; {len(cost)} left, about {sum(cost.values()) / 60:.0f} core-minutes")
+                _say(f"{describe(run)} recorded; {len(cost)} left, about {sum(cost.values()):.0f} core-minutes")
     finally:
         if own:
             own.shutdown(cancel_futures=True)
@@ -187,18 +194,18 @@ def _make(run: Run) -> None:
     obtain(run)
 
 
-def seconds(run: Run) -> float:
-    """Estimated seconds to train ``run`` on one core, from its FLOPs."""
+def minutes(run: Run, rate: float | None = None) -> float:
+    """Estimated minutes to train ``run``, from its FLOPs: on one CPU core, or at ``rate`` FLOP/s."""
     images = run.limit or SETS[run.data].train_images
     work = 3 * run.model.flops() * images * run.recipe.epochs  # backward is twice forward
-    return work / CPU_RATE
+    return work / (rate or CPU_RATE) / 60
 
 
 def _how_to_record(missing: list[Run]) -> str:
     names = "\n".join(f"  {describe(r)}: {r.model.__class__.__name__}, {r.recipe.epochs} epochs" for r in missing)
     return (
         f"{len(missing)} run{'s are' if len(missing) > 1 else ' is'} not recorded yet (about "
-        f"{math.ceil(sum(seconds(r) for r in missing) / 60)} core-minutes). `make record CHAPTER=… PROFILE=…` "
+        f"{math.ceil(sum(minutes(r) for r in missing))} core-minutes). `make record CHAPTER=… PROFILE=…` "
         f"with the chapter's name and your profile records them, and so does obtain(run):\n{names}"
     )
 

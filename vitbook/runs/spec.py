@@ -137,7 +137,7 @@ class Profile:
 
     def scale(self, run: Run) -> Run:
         """``run`` at this scale."""
-        return _replace(run, self.changes)
+        return changed(run, self.changes)
 
     def runs(self, run: Run) -> list[Run]:
         """``run`` at this scale, once from each seed."""
@@ -167,8 +167,11 @@ def _get(thing: Any, path: str) -> Any:
     return thing
 
 
-def _replace(thing: Any, changes: dict[str, Any]) -> Any:
-    """A config with fields named by path changed, those of one together: half-way it might be one that is refused."""
+def changed(thing: Any, changes: dict[str, Any]) -> Any:
+    """A config with fields changed that are named by path: ``changed(run, {"recipe.augment.cutmix": 1.0})``.
+
+    A change that is a function is given the old value. Fields of one part change together, lest half-way it be refused.
+    """
     known = {f.name for f in fields(thing)} if is_dataclass(thing) else set()
     parts: dict[str, Any] = {}
     for path, value in changes.items():
@@ -184,7 +187,7 @@ def _replace(thing: Any, changes: dict[str, Any]) -> Any:
         else:
             parts[name] = value(getattr(thing, name)) if callable(value) else value
     nested = {path.partition(".")[0] for path in changes if "." in path}
-    return replace(thing, **{k: _replace(getattr(thing, k), v) if k in nested else v for k, v in parts.items()})
+    return replace(thing, **{k: changed(getattr(thing, k), v) if k in nested else v for k, v in parts.items()})
 
 
 SMOKE = Profile(

@@ -19,7 +19,7 @@ from vitbook.show.figures import (
     over_epochs,
     training_curves,
 )
-from vitbook.show.style import house_style, layer_colours
+from vitbook.show.style import house_style, layer_colours, tidy
 
 __all__ = [
     "Claim",
@@ -38,5 +38,6 @@ __all__ = [
     "pooled_spread",
     "provenance_line",
     "scoreboard",
+    "tidy",
     "training_curves",
 ]

@@ -1,9 +1,10 @@
-"""One house style for every figure: colour-blind safe, quiet, on paper of its own."""
+"""One house style for every figure, colour-blind safe, quiet, on paper of its own; and for every table."""
 
 from __future__ import annotations
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from cycler import cycler
 from matplotlib.colors import Colormap
 
@@ -61,3 +62,8 @@ def house_style() -> None:
 def layer_colours(layers: int) -> Colormap:
     """Colours for `layers` ordered layers, shallow to deep: viridis without the end that fades into the paper."""
     return mpl.colors.ListedColormap(mpl.colormaps["viridis"](np.linspace(0.0, 0.87, layers)))
+
+
+def tidy(table: pd.DataFrame, digits: int = 2) -> pd.DataFrame:
+    """A table for the page: rounded, with a dash for what is not there."""
+    return table.round(digits).astype(object).where(table.notna(), "–")
