@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import build
@@ -207,6 +209,23 @@ def test_colab_rehearsal(empty_store, monkeypatch):
     assert [line.split("==")[0] for line in kept.splitlines()] == ["torch", "torchvision"]
     last = nbformat.read(executed, as_version=4).cells[-1]
     assert Path(last.outputs[0].text.strip()).resolve() == (clone / "vitbook" / "__init__.py").resolve()
+
+
+def test_colab_after_a_restart_fetches_nothing_again(tmp_path):
+    """The session's files are still there: the set-up cell goes into them and installs, and asks no repository."""
+    (tmp_path / "vitbook-book" / "notebooks").mkdir(parents=True)
+    for package in ("google/colab", "pip"):
+        (tmp_path / "stubs" / package).mkdir(parents=True)
+        (tmp_path / "stubs" / package / "__init__.py").touch()
+    (tmp_path / "stubs" / "pip" / "__main__.py").write_text("import sys; print('pip', *sys.argv[1:])")
+    script = build.SETUP_CELL.format(repository="file:///nowhere", branch="main") + "\nprint(os.getcwd(), sys.path[0])"
+    paths = os.pathsep.join([str(tmp_path / "stubs"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    book = (tmp_path / "vitbook-book").resolve()
+    assert done.stdout.splitlines() == ["pip install -q -c ../keep.txt -e ..", f"{book / 'notebooks'} {book}"]
 
 
 def publish(origin: Path) -> None:

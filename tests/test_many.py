@@ -1,5 +1,9 @@
 """Asking for runs: what is missing says so, and many at once come as if each had been alone."""
 
+import os
+import subprocess
+import sys
+import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -123,3 +127,33 @@ def test_time_left_counts_what_a_checkpoint_holds(tmp_path):
 
 def interrupt(epoch: int, row: dict) -> None:
     raise KeyboardInterrupt
+
+
+POOL = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from vitbook.runs.records import _one_thread
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_one_thread)
+    print(pool.submit(os.getpid).result(), flush=True)
+    pool.submit(time.sleep, 600)
+    time.sleep(600)
+"""
+
+
+def test_a_worker_ends_with_the_process_that_asked(tmp_path):
+    """However that one ends: else an orphan would train on, and hold the lock of its run."""
+    script = tmp_path / "pool.py"
+    script.write_text(POOL)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
+        worker = int(parent.stdout.readline())
+        os.kill(worker, 0)  # it is there
+        parent.kill()
+        for _ in range(200):
+            try:
+                os.kill(worker, 0)
+            except ProcessLookupError:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("the worker outlived its parent")

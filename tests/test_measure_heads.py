@@ -43,7 +43,7 @@ class Maps:
 
     def __call__(self, x, capture):
         which = x.flatten().long()
-        return None, {"embed": x} | {f"block{i}.attn": layer[which] for i, layer in enumerate(self.layers)}
+        return x, {"embed": x} | {f"block{i}.attn": layer[which] for i, layer in enumerate(self.layers)}
 
 
 @pytest.mark.parametrize(

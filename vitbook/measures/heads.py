@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-Grid = tuple[int, int]
+from vitbook.measures.signals import Grid, outputs, places
 
 
 def patch_distances(grid: Grid, unit: str = "patch", patch: int | tuple[int, int] | None = None) -> Tensor:
@@ -183,17 +183,8 @@ def measure_heads(
     ``entropy`` in nats and ``effective`` = e^entropy tokens; the masses ``self``, ``cls``, ``neighbours`` (of the whole
     row, so ≤ 1); ``cls_entropy``, of the CLS query.
     """
-    if not all(given is not None or hasattr(model, name) for name, given in (("grid", grid), ("prefix", prefix))):
-        raise ValueError(
-            f"a {type(model).__name__} does not say its grid and prefix; wrap a timm model as adapters.capture(model), "
-            "or give grid= and prefix="
-        )
-    grid = model.grid if grid is None else grid
-    prefix = model.prefix if prefix is None else prefix
+    grid, prefix = places(model, grid, prefix)
     has_cls = prefix > 0 and getattr(model, "has_cls", True)
-    training = getattr(model, "training", False)
-    if isinstance(images, Tensor):
-        images = images.split(batch)
     d, near = patch_distances(grid, unit, patch), neighbours(grid)
     N, T = len(d), len(d) + prefix
     # Masses and the leaky distance are linear in A: each is a product of the flattened maps with a column of weights.
@@ -205,45 +196,33 @@ def measure_heads(
     weights = (weights / N).flatten(1).T
     sums: list[Tensor] = []
     count = 0
-    try:
-        if training:
-            model.eval()
-        for x in images:
-            if not len(x):
-                continue
-            with torch.autocast(x.device.type, enabled=False):
-                _, kept = model(x, capture=True)
-            attns = [a for name, a in kept.items() if name.endswith(".attn")]
-            if not attns:
-                raise ValueError("the model gave no intermediate named '….attn': it has no attention maps to measure")
-            d, weights = d.to(x.device, torch.float32), weights.to(x.device)
-            for layer, attn in enumerate(attns):
-                check_attention(attn, grid, prefix)
-                entropy = _entropy(attn)  # [B,H,T]
-                own, cls, near_mass, leaky = (attn.flatten(2) @ weights).unbind(-1)
-                per_image = torch.stack(
-                    [
-                        _row_distance(attn, d, prefix, True).nanmean(-1),
-                        leaky,
-                        entropy[:, :, prefix:].mean(-1),
-                        entropy[:, :, 0] if has_cls else torch.full_like(entropy[:, :, 0], torch.nan),
-                        own,
-                        cls,
-                        near_mass,
-                    ]
-                ).double()  # [7,B,H], or [7,B·windows,H]
-                per_image = per_image.unflatten(1, (len(x), -1)).mean(2)  # [7,B,H]
-                total = torch.cat([per_image.sum(1), per_image[:1].square().sum(1)])
-                if layer == len(sums):
-                    sums.append(total)
-                else:
-                    sums[layer] += total
-            count += len(x)
-    finally:
-        if training:
-            model.train()
-    if not count:
-        raise ValueError("no images to measure; give at least one")
+    for logits, kept in outputs(model, images, capture=True, batch=batch):
+        attns = [a for name, a in kept.items() if name.endswith(".attn")]
+        if not attns:
+            raise ValueError("the model gave no intermediate named '….attn': it has no attention maps to measure")
+        d, weights = d.to(attns[0].device, torch.float32), weights.to(attns[0].device)
+        for layer, attn in enumerate(attns):
+            check_attention(attn, grid, prefix)
+            entropy = _entropy(attn)  # [B,H,T]
+            own, cls, near_mass, leaky = (attn.flatten(2) @ weights).unbind(-1)
+            per_image = torch.stack(
+                [
+                    _row_distance(attn, d, prefix, True).nanmean(-1),
+                    leaky,
+                    entropy[:, :, prefix:].mean(-1),
+                    entropy[:, :, 0] if has_cls else torch.full_like(entropy[:, :, 0], torch.nan),
+                    own,
+                    cls,
+                    near_mass,
+                ]
+            ).double()  # [7,B,H], or [7,B·windows,H]
+            per_image = per_image.unflatten(1, (len(logits), -1)).mean(2)  # [7,B,H]
+            total = torch.cat([per_image.sum(1), per_image[:1].square().sum(1)])
+            if layer == len(sums):
+                sums.append(total)
+            else:
+                sums[layer] += total
+        count += len(logits)
     return _table(sums, count)
 
 
