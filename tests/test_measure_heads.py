@@ -122,12 +122,12 @@ def test_memory_does_not_grow_with_the_number_of_images():
         peak = 0
 
         def __call__(self, x, capture):
-            _, kept = super().__call__(x, capture)
-            for name, t in kept.items():
+            result = super().__call__(x, capture)
+            for name, t in result[1].items():
                 if name.endswith(".attn"):
                     alive.add(t)
             self.peak = max(self.peak, sum(t.nbytes for t in alive))
-            return None, kept
+            return result
 
     layers = [random_attention(8, 2, 5, seed=s) for s in range(3)]
     few, many = Counting(layers, (2, 2), 1), Counting(layers, (2, 2), 1)
