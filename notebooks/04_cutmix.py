@@ -81,27 +81,36 @@ house_style()
 # %%
 baseline = Run(
     "cifar100",
-    ViTConfig(),  # source A's: 8 layers × 192, 8 heads, MLP ratio 2, 8 × 8 patches; 2,417,956 parameters
-    Recipe(epochs=200, batch=256, lr=1e-3, warmup=10, min_lr=1e-5, clip=1.0, augment=Augment(mix_p=0.5)),
-)
-factors = {"AutoAugment": {"policy": "cifar10"}, "CutMix": {"cutmix": 1.0}, "smoothing": {"smoothing": 0.1}}
+    ViTConfig(),  # source A's: 8 layers × 192, 8 heads, MLP ratio 2, 8 × 8 patches
+    Recipe(
+        epochs=200, batch=256, lr=1e-3, warmup=10, min_lr=1e-5, clip=1.0,
+        augment=Augment(mix_p=0.5),
+    ),
+)  # fmt: skip
+factors = {
+    "AutoAugment": {"policy": "cifar10"},
+    "CutMix": {"cutmix": 1.0},
+    "smoothing": {"smoothing": 0.1},
+}  # fmt: skip
 names = {
-    (0, 0, 0): "Baseline", (1, 0, 0): "+AutoAugment", (0, 0, 1): "+Label Smoothing", (1, 0, 1): "−CutMix",
-    (0, 1, 0): "+CutMix", (0, 1, 1): "−AutoAugment", (1, 1, 0): "−Label Smoothing", (1, 1, 1): "Modern",
+    (0, 0, 0): "Baseline", (1, 1, 1): "Modern",
+    (1, 0, 0): "+AutoAugment", (0, 1, 1): "−AutoAugment",
+    (0, 1, 0): "+CutMix", (1, 0, 1): "−CutMix",
+    (0, 0, 1): "+Label Smoothing", (1, 1, 0): "−Label Smoothing",
 }  # fmt: skip
 
 
+# %%
 def mixed(run: Run, **fields) -> Run:
     """A run with other augmentation."""
-    return changed(run, {f"recipe.augment.{name}": value for name, value in fields.items()})
+    paths = {f"recipe.augment.{name}": value for name, value in fields.items()}
+    return changed(run, paths)
 
 
-cells = {
-    name: mixed(
-        baseline, **{k: v for on, part in zip(key, factors.values(), strict=True) if on for k, v in part.items()}
-    )
-    for key, name in names.items()
-}
+cells = {}
+for key, name in names.items():
+    parts = [part for on, part in zip(key, factors.values(), strict=True) if on]
+    cells[name] = mixed(baseline, **{k: v for part in parts for k, v in part.items()})
 
 # %% [markdown]
 # Only the abstract and a digest of the paper could be read. The model's size follows from its number of parameters;
@@ -117,6 +126,7 @@ cells = {
 
 # %%
 cutmix = cells["+CutMix"]
+alone = {"model.attention": "masked-diagonal"}
 pooled = {"model.pool": "mean", "model.cls_token": False}
 controls = {
     "+MixUp": mixed(baseline, mixup=1.0),  # mixed labels, nothing cut
@@ -124,8 +134,8 @@ controls = {
     "major label": mixed(cutmix, cut="major"),  # CutMix's pixels, the larger part's label
     "label only": mixed(cutmix, cut="labels"),  # CutMix's labels, pixels untouched
     "shuffled box": mixed(cutmix, cut="shuffle"),  # own patches change places; nothing mixed
-    "Baseline, no self": changed(baseline, {"model.attention": "masked-diagonal"}),
-    "+CutMix, no self": changed(cutmix, {"model.attention": "masked-diagonal"}),
+    "Baseline, no self": changed(baseline, alone),
+    "+CutMix, no self": changed(cutmix, alone),
     "Baseline, half the rate": changed(baseline, {"recipe.lr": 5e-4}),
     "+CutMix, half the rate": changed(cutmix, {"recipe.lr": 5e-4}),
     "Baseline, mean pool": changed(baseline, pooled),
@@ -150,23 +160,31 @@ controls = {
 # ## The scale of this page
 
 # %%
-schedule = 50  # epochs at desk, half of the long schedule; how it is chosen is told below
-small = {"limit": 25_000, "model.dim": 64, "model.depth": 6, "model.heads": 4, "recipe.epochs": schedule}
-small |= {"recipe.batch": 64, "recipe.warmup": 5, "recipe.lr": lambda rate: 3 * rate}
-small |= {"recipe.min_lr": 0.0, "recipe.clip": None, "recipe.augment.mix_p": lambda p: 1.5 - p}  # all batches; half
+schedule = 50  # epochs; how it is chosen is told below
+small = {
+    "limit": 25_000, "model.dim": 64, "model.depth": 6, "model.heads": 4,
+    "recipe.epochs": schedule, "recipe.warmup": 5, "recipe.batch": 64,
+    "recipe.lr": lambda rate: 3 * rate, "recipe.min_lr": 0.0, "recipe.clip": None,
+    "recipe.augment.mix_p": lambda p: 1.5 - p,  # every batch; in one arm, half
+}  # fmt: skip
+tiny = {
+    "data": "shapes", "limit": 256, "model.image": 32, "model.patch": 8,
+    "model.classes": 10, "model.dim": 16, "model.depth": 2, "model.heads": 2,
+    "recipe.epochs": 2, "recipe.warmup": 0, "recipe.batch": 64,
+    "recipe.augment.crop": 4,
+}  # fmt: skip
 desk = Profile("desk", small)
-tiny = {"data": "shapes", "limit": 256, "model.image": 32, "model.patch": 8, "model.classes": 10, "model.dim": 16}
-tiny |= {"model.depth": 2, "model.heads": 2, "recipe.epochs": 2, "recipe.warmup": 0, "recipe.batch": 64}
-scale = choose(profile, Profile("smoke", tiny | {"recipe.augment.crop": 4}), desk)
+scale = choose(profile, desk, Profile("smoke", tiny))
 scale.differences(cutmix)
 
 
 # %%
 def equal_steps(run: Run, factor: float) -> Run:
     """As many steps on more or fewer images."""
-    images = int(factor * (run.limit or SETS[run.data].train_images))
-    everything = images == SETS[run.data].train_images
-    return changed(run, {"limit": None if everything else images, "recipe.epochs": lambda n: int(n / factor)})
+    whole = SETS[run.data].train_images
+    images = int(factor * (run.limit or whole))
+    limit = None if images == whole else images
+    return changed(run, {"limit": limit, "recipe.epochs": lambda n: int(n / factor)})
 
 
 arms = {name: scale.scale(run) for name, run in (cells | controls).items()}
@@ -183,34 +201,31 @@ for epochs, word in lengths.items():
 # ColorJitter stands in AutoAugment's place, as in the source, and patches have 8 px, so that all grids are 8 × 8.
 
 # %%
-others = {"CIFAR-10": {"data": "cifar10", "model.classes": 10}}
-others["Tiny-ImageNet"] = {"data": "tiny-imagenet", "model.image": 64, "model.patch": 8, "model.classes": 200}
-part = {"data": "tiny-imagenet-25", "limit": None, "model.classes": 25, "recipe.epochs": 2 * schedule}
-for other, fields in others.items():
-    for name in ("Baseline", "+CutMix", "Modern"):
-        run = changed(cells[name], fields)
-        if other == "Tiny-ImageNet":
-            jitter = 0.4 if name == "Modern" else 0.0
-            run = mixed(run, crop=8, policy=None, jitter=jitter)
-        if other == "Tiny-ImageNet" and scale.name == "desk":  # 12,500 images: as many steps in twice the epochs
-            arms[f"{name}, {other}"] = changed(scale.scale(run), part)
-        else:
-            arms[f"{name}, {other}"] = scale.scale(run)
+tiny_imagenet = {"data": "tiny-imagenet", "model.image": 64, "model.patch": 8}
+tiny_imagenet |= {"model.classes": 200, "recipe.augment.crop": 8, "recipe.augment.policy": None}
+part = {"data": "tiny-imagenet-25", "limit": None, "model.classes": 25}
+part |= {"recipe.epochs": 2 * schedule}  # 12,500 images: as many steps
+others = ("CIFAR-10", "Tiny-ImageNet")
+for name in ("Baseline", "+CutMix", "Modern"):
+    run = changed(cells[name], {"data": "cifar10", "model.classes": 10})
+    arms[f"{name}, CIFAR-10"] = scale.scale(run)
+    jitter = {"recipe.augment.jitter": 0.4 if name == "Modern" else 0.0}
+    run = scale.scale(changed(cells[name], tiny_imagenet | jitter))
+    arms[f"{name}, Tiny-ImageNet"] = changed(run, part) if scale.name == "desk" else run
+
+# %% [markdown]
+# Seeds, and the order in which runs are made: first those that tell the noise, then the cells, then the controls.
 
 # %%
-three, two = (
-    ["Baseline", "+CutMix", "Modern", "+MixUp"],
-    [name for name in cells if name not in ("Baseline", "+CutMix", "Modern")],
-)
 seeds = dict.fromkeys(arms, (0,))
 if scale.name == "desk":
-    seeds |= dict.fromkeys(two, (0, 1)) | dict.fromkeys(three, (0, 1, 2))
-    noise = [f"{name}, {word}" for word in lengths.values() for name in ("Baseline", "+CutMix")]
-    seeds |= dict.fromkeys(noise, (0, 1, 2))
-welcome = ("label only", "shuffled box", "+CutMix, other share")  # recorded last
-order = [*[name for name in arms if name.endswith(("short", "long"))], *cells]
-order += [name for name in arms if name not in (*order, *welcome)] + list(welcome)
-runs = {(name, seed): replace(arms[name], seed=seed) for name in order for seed in seeds[name]}
+    seeds |= dict.fromkeys(cells, (0, 1))
+    three = [f"{name}, {word}" for word in lengths.values() for name in ("Baseline", "+CutMix")]
+    seeds |= dict.fromkeys(["Baseline", "+CutMix", "Modern", "+MixUp", *three], (0, 1, 2))
+last = ("label only", "shuffled box", "+CutMix, other share")
+order = [name for name in arms if name.endswith(("short", "long"))] + list(cells)
+order += [name for name in arms if name not in (*order, *last)] + list(last)
+runs = {(name, n): replace(arms[name], seed=n) for name in order for n in seeds[name]}
 records = obtain_many(runs.values(), train=train or scale.name == "smoke", partial=True)
 done = {key: run for key, run in runs.items() if run in records}
 
@@ -368,8 +383,8 @@ even = {
     "its CLS": 1 / T,
     "its neighbours": touching / T,
 }
-last = pd.DataFrame(even, index=pd.MultiIndex.from_tuples([("looking everywhere", "")]))
-tidy(pd.concat([nearest, last]), 3) if mine else missing
+everywhere = pd.DataFrame(even, index=pd.MultiIndex.from_tuples([("looking everywhere", "")]))
+tidy(pd.concat([nearest, everywhere]), 3) if mine else missing
 
 # %% mystnb={"figure": {"caption": "Every head of every cell, seed 0, in source A's plane: near and selective at the lower left, everywhere at the cross. Compare the panels with CutMix with those without, and see in which layers heads leave the cross.", "name": "fig-cutmix-plane"}, "image": {"alt": "Eight scatter plots of attention entropy over distance, one a recipe, a dot a head coloured by layer."}} tags=["hide-input"]
 planes = {name: records[done[name, 0]].heads(unit="max") for name in ordered if (name, 0) in done}

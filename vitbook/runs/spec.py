@@ -61,6 +61,7 @@ class Run:
     recipe: Recipe = Recipe()
     seed: int = 0
     limit: int | None = None  # the first n training images in the canonical order; None: all
+    shuffle: int = 0  # pixels: side of the cells that change places in every image the model is given; 0: none
 
     def __post_init__(self):
         if self.data not in SETS:
@@ -71,11 +72,11 @@ class Run:
                 f"model={self.model!r} is no model config; "
                 "give ViTConfig(…) or another frozen dataclass with build() and flops()"
             )
-        whole = type(self.seed) is int and (self.limit is None or type(self.limit) is int)
-        if not whole or self.seed < 0 or (self.limit is not None and self.limit < 1):
+        whole = all(type(n) is int for n in (self.seed, self.shuffle, 1 if self.limit is None else self.limit))
+        if not whole or self.seed < 0 or self.shuffle < 0 or (self.limit is not None and self.limit < 1):
             raise ValueError(
-                f"seed={self.seed!r}, limit={self.limit!r}: "
-                "whole numbers are needed, the seed not negative, the limit at least 1"
+                f"seed={self.seed!r}, limit={self.limit!r}, shuffle={self.shuffle!r}: "
+                "whole numbers are needed, seed and shuffle not negative, the limit at least 1"
             )
 
     @property

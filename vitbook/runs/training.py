@@ -24,7 +24,7 @@ from timm.optim import param_groups_weight_decay
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitbook.data import SETS, ImageSet, load
+from vitbook.data import SETS, ImageSet, grid_shuffle, load
 from vitbook.measures.heads import measure_heads
 from vitbook.runs import checkpoint as checkpoints
 from vitbook.runs.spec import Run, describe
@@ -117,7 +117,7 @@ def fit(
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(run, (epoch - 1) * steps + i, steps)
                 with torch.autocast(torch.device(device).type, dtype, enabled=dtype is not None):
-                    logits = forward(images)
+                    logits = forward(given(run, images))
                 loss = F.cross_entropy(logits.float(), targets)
                 optimizer.zero_grad(set_to_none=True)
                 scaler.scale(loss).backward()
@@ -177,6 +177,11 @@ def learning_rate(run: Run, step: int, steps: int) -> float:
     return r.min_lr + (r.lr - r.min_lr) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(total - warm, 1)))
 
 
+def given(run: Run, images: Tensor) -> Tensor:
+    """What the model of ``run`` is given for normalised images, in training (mixed ones too) and in evaluation."""
+    return grid_shuffle(images, run.shuffle) if run.shuffle else images
+
+
 @functools.lru_cache
 def precision(device: str) -> str:
     """``bf16`` where its matrix product is half as fast again as float32's, else ``fp16`` on CUDA or ``fp32``."""
@@ -221,7 +226,7 @@ def evaluate(run: Run, weights: dict[str, Tensor], train: ImageSet, test: ImageS
     def scores(data: ImageSet, n: int) -> tuple[Tensor, Tensor]:
         nll, right = 0.0, 0.0
         for images, labels in zip(data.images[:n].split(125), data.labels[:n].split(125), strict=True):
-            logits = model(data.normalise(images))
+            logits = model(given(run, data.normalise(images)))
             nll = nll + F.cross_entropy(logits, labels, reduction="sum").double()
             right = right + (logits.argmax(1) == labels).sum()
         n = min(n, len(data))
@@ -230,7 +235,7 @@ def evaluate(run: Run, weights: dict[str, Tensor], train: ImageSet, test: ImageS
     accuracy, nll = scores(test, len(test))
     row = {"accuracy": accuracy, "nll": nll, "clean_loss": scores(train, CLEAN)[1]}
     if hasattr(model, "grid"):  # a model with one grid of patches has heads to measure; a CNN has none
-        batches = (test.normalise(images) for images in test.images[:PROBED].split(100))
+        batches = (given(run, test.normalise(images)) for images in test.images[:PROBED].split(100))
         row["heads"] = table_to_json(measure_heads(model, batches))
     return row
 
