@@ -56,13 +56,12 @@ from dataclasses import replace
 from math import log, sqrt
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from vitbook.data import Augment
 from vitbook.measures.heads import neighbours, patch_distances
 from vitbook.models.vit import ViTConfig
 from vitbook.runs import Profile, Recipe, Run, choose, minutes, obtain_many
-from vitbook.show import house_style, layer_profile, pooled_spread, tidy, training_curves
+from vitbook.show import house_style, layer_profile, new_figure, pooled_spread, tidy, training_curves
 
 house_style()
 
@@ -240,7 +239,7 @@ def panel(axes, measure: str, label: str) -> None:
 
 
 # %% mystnb={"figure": {"caption": "Accuracy (left) and mean distance of layer 1 (right), step by step: a dot a run, lines through the means over seeds, grey squares source B. Look for steps that move one panel and not the other.", "name": "fig-ladder-steps"}, "image": {"alt": "Two panels over the steps of the ladder, ours and the source's: test accuracy in per cent, and mean attention distance of layer 1 in pixels with the uniform value."}} tags=["hide-input"]
-figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+figure = new_figure(3.2)
 left, right = figure.subplots(1, 2)
 panel(left, "accuracy", "test accuracy (%)")
 panel(right, "layer 1", "distance of layer 1 (px)")
@@ -483,7 +482,7 @@ def scatter(axes, table: pd.DataFrame, title: str) -> None:
 
 
 # %% mystnb={"figure": {"caption": "Accuracy against the distance of layer 1, one dot a step, hollow for patches of 8 px. Cover the hollow dots with a hand, then step 8: what is left of the slope?", "name": "fig-ladder-scatter"}, "image": {"alt": "Two scatter plots of test accuracy over layer 1's distance as a part of uniform, labelled by step: the source's eight steps, and ours."}} tags=["hide-input"]
-figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+figure = new_figure(3.2)
 left, right = figure.subplots(1, 2)
 scatter(left, said, "source B")
 scatter(right, means, f"ours, {scale.name}")

@@ -67,7 +67,8 @@ from vitbook.data import SETS, Augment, load_or_shapes
 from vitbook.measures.heads import neighbours, patch_distances
 from vitbook.models.vit import ViTConfig
 from vitbook.runs import Profile, Recipe, Run, changed, choose, minutes, obtain_many
-from vitbook.show import distance_entropy_plane, house_style, over_epochs, pooled_spread, tidy, training_curves
+from vitbook.show import distance_entropy_plane, house_style, new_figure, over_epochs
+from vitbook.show import pooled_spread, tidy, training_curves
 
 house_style()
 
@@ -436,7 +437,7 @@ found = {measure: effects(measure) for measure in asked} if complete else {}
 # %% tags=["hide-input"]
 def forest() -> Figure:
     """A panel a measure: effects with their intervals."""
-    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    figure = new_figure(3.2)
     panels = figure.subplots(1, len(found), sharey=True)
     for axes, (measure, rows) in zip(panels, found.items(), strict=True):
         place = range(len(rows))[::-1]
@@ -539,7 +540,7 @@ def dots(measure: str, axes) -> None:
 
 
 # %% mystnb={"figure": {"caption": "All arms: a dot a run, the band spans Baseline's seeds on the same data. Which controls leave the band, on both measures, and how far do they go compared with +CutMix?", "name": "fig-cutmix-controls"}, "image": {"alt": "Dot plots of mean attention distance and of the weight on neighbours, one row for each arm."}} tags=["hide-input"]
-figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+figure = new_figure(4.4)
 left, right = figure.subplots(1, 2, sharey=True)
 dots("all heads", left)
 dots("neighbours", right)
@@ -560,7 +561,7 @@ figure if done else missing
 
 # %% mystnb={"figure": {"caption": "Mean distance against the loss on clean training images, time running from right to left. At one loss, are the arms at one distance?", "name": "fig-cutmix-loss"}, "image": {"alt": "Paths of mean attention distance over clean training loss for several arms."}} tags=["hide-input"]
 compared = ("Baseline", "+AutoAugment", "+MixUp", "Cutout", "major label", "label only", "+CutMix", "Modern")
-figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+figure = new_figure(3.4)
 axes = figure.add_subplot()
 for arm in compared:
     if (arm, 0) in courses:
@@ -619,7 +620,7 @@ for name, record in pair.items():
 
 def portrait() -> Figure:
     """A row a model: its nearest head from the patch in row 3, column 3."""
-    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+    figure = new_figure(3.4)
     panels = figure.subplots(1 + len(pair), 6, squeeze=False)
     for axes, image in zip(panels[0], images.images, strict=True):
         axes.imshow(image.permute(1, 2, 0))

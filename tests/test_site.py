@@ -37,6 +37,7 @@ def test_page_is_there_with_content(site, parsed, page):
     assert article.h1
     assert len(article.get_text(" ", strip=True)) > 200
     assert not article.select(".system-message, .problematic")
+    assert "<Figure size" not in article.get_text()  # a figure that was shown as text
 
 
 def test_every_internal_link_leads_somewhere(parsed):

@@ -16,6 +16,7 @@ from vitbook.show.figures import (
     head_grid,
     heads_by_layer,
     layer_profile,
+    new_figure,
     over_epochs,
     training_curves,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "layer_colours",
     "layer_profile",
     "load_claims",
+    "new_figure",
     "over_epochs",
     "pooled_spread",
     "provenance_line",

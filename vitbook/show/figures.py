@@ -40,7 +40,7 @@ def heads_by_layer(
     `label` names the measure and its unit: a table does not know whether its distances are in pixels or patches.
     """
     _need(table, "layer", "head", value)
-    figure = _figure(3.2)
+    figure = new_figure(3.2)
     axes = figure.add_subplot()
     heads = sorted(table["head"].unique())
     # Heads of a layer stand side by side in their order, so that equal values stay visible.
@@ -71,7 +71,7 @@ def distance_entropy_plane(
         _need(table, "layer", "distance", "entropy")
     columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
-    figure = _figure(3.4 if columns == 1 else 2.6 * rows + 0.2, 4.8 if columns == 1 else WIDTH)
+    figure = new_figure(3.4 if columns == 1 else 2.6 * rows + 0.2, 4.8 if columns == 1 else WIDTH)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     depth = 1 + max(int(table["layer"].max()) for table in panels.values())
     for axes, (name, table) in zip(grid.flat, panels.items(), strict=False):
@@ -136,7 +136,7 @@ def head_grid(
 
     source = 1.7  # the image's column, in widths of a map
     cell = WIDTH / (len(columns) + source)
-    figure = _figure(cell * rows / cols * layers + 0.35)
+    figure = new_figure(cell * rows / cols * layers + 0.35)
     figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0, hspace=0)
     spec = figure.add_gridspec(layers, len(columns) + 1, width_ratios=[source] + [1] * len(columns))
     axes = figure.add_subplot(spec[: min(2, layers), 0])
@@ -173,7 +173,7 @@ def over_epochs(
     epochs = sorted(tables)
     seeds = {epoch: _means(tables[epoch], by, value) for epoch in epochs}
     groups = list(seeds[epochs[-1]].columns)
-    figure = _figure(3.2)
+    figure = new_figure(3.2)
     axes = figure.add_subplot()
     for group, colour in zip(groups, layer_colours(len(groups)).colors, strict=True):
         _line(axes, epochs, [seeds[epoch][group] for epoch in epochs], label=f"{by} {group}", color=colour)
@@ -186,7 +186,7 @@ def over_epochs(
 
 def training_curves(curves: Mapping[str, Tables], value: str, *, label: str | None = None) -> Figure:
     """One line a configuration: the column `value` of tables that have a column `epoch`."""
-    figure = _figure(3.0)
+    figure = new_figure(3.0)
     axes = figure.add_subplot()
     for name, tables in curves.items():
         seeds = _means(tables, "epoch", value)
@@ -205,7 +205,7 @@ def layer_profile(
     label: str | None = None,
 ) -> Figure:
     """Layer means by depth, one line a configuration, so that recipes can be compared."""
-    figure = _figure(3.2)
+    figure = new_figure(3.2)
     axes = figure.add_subplot()
     for name, given in tables.items():
         seeds = _means(given, "layer", value)
@@ -216,7 +216,11 @@ def layer_profile(
     return figure
 
 
-def _figure(height: float, width: float = WIDTH) -> Figure:
+def new_figure(height: float, width: float = WIDTH) -> Figure:
+    """An empty figure, sizes in inches, for what a chapter draws itself; a notebook shows it as a cell's value.
+
+    (A bare `matplotlib.figure.Figure` is shown as text until pyplot has opened a figure.)
+    """
     figure = plt.figure(figsize=(width, height), layout="constrained")
     plt.close(figure)  # else a notebook shows it twice: as an open figure and as the cell's value
     return figure
