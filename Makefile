@@ -4,6 +4,7 @@
 #   make test      all tests                          make check    lint, format and pairs, in seconds
 #   make serve     the built site on localhost:8000   make pair     write each chapter's .ipynb from its .py
 #   make bench     how fast, on this machine          make record CHAPTER=03_ladder PROFILE=desk    train and record
+#                                                     … FINISHED=1    train nothing, keep what is finished by now
 #
 # An active virtual or conda environment, or `PYTHON=/path/to/python`, is used as it is; otherwise .venv is made.
 
@@ -42,7 +43,7 @@ pair: ready
 
 record: ready
 	@test -n "$(CHAPTER)" || { echo 'say which chapter: make record CHAPTER=03_ladder PROFILE=desk'; exit 2; }
-	$(BUILD) record $(CHAPTER) --profile $(PROFILE)
+	$(BUILD) record $(CHAPTER) --profile $(PROFILE) $(if $(FINISHED),--finished)
 
 bench: ready
 	$(PYTHON) tests/bench.py

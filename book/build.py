@@ -229,14 +229,14 @@ def execute_all(names: Iterable[str], out: Path, parameters: dict[str, object]) 
     return {name: run.result() for name, run in runs.items()}
 
 
-def record(name: str, profile: str) -> None:
+def record(name: str, profile: str, train: bool = True) -> None:
     """Execute a chapter with training allowed and no time limit, then keep its records and verdicts in the book.
 
     Can be stopped and started at will: runs that have finished are kept, and one that was stopped goes on from its
-    last checkpoint.
+    last checkpoint. With ``train=False`` nothing is trained: the book gets what is finished by now.
     """
     (notebook,) = chapters([name])
-    check_parameters(notebook, parameters := {"profile": profile, "train": True})
+    check_parameters(notebook, parameters := {"profile": profile, "train": train})
     os.environ["VITBOOK_PUBLISH"] = "1"  # a record that is finished goes into the book, where `train=False` finds it
     before = records()
     try:
@@ -323,12 +323,13 @@ def main() -> None:
     recording = commands.add_parser("record", help="train what a chapter needs and keep records and verdicts")
     recording.add_argument("chapter")
     recording.add_argument("--profile", choices=("desk", "paper"), default="desk")
+    recording.add_argument("--finished", action="store_true", help="train nothing, keep what is finished by now")
     given = parser.parse_args()
     try:
         if given.command == "pair":
             pair()
         elif given.command == "record":
-            record(given.chapter, given.profile)
+            record(given.chapter, given.profile, train=not given.finished)
         elif given.command == "execute":
             execute_all(given.chapter, given.out, {"profile": given.profile, "train": given.profile == "smoke"})
         else:

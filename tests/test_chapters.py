@@ -162,6 +162,13 @@ def test_record_keeps_verdicts_of_other_profiles_and_refreshes_the_readme(small_
     assert "MISSING small.other" in said
 
 
+def test_record_of_what_is_finished_allows_no_training(small_book, monkeypatch):
+    monkeypatch.setenv("VITBOOK_PUBLISH", "")
+    with pytest.raises(build.ChapterFailed, match="assert train and"):  # the small chapter insists on it
+        build.record("01_small", "desk", train=False)
+    assert os.environ["VITBOOK_PUBLISH"] == "1"
+
+
 def test_pairing_again_changes_nothing_and_an_edit_keeps_cell_ids(small_book):
     text, notebook = small_book / "notebooks" / "01_small.py", small_book / "notebooks" / "01_small.ipynb"
     before = text.read_bytes(), notebook.read_bytes()
