@@ -5,16 +5,18 @@ sizes of sources A and B are settings of it). Parameters are named as in timm's 
 of either loads in the other.
 """
 
-from dataclasses import asdict, dataclass
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
 
 import timm
 import torch
-from timm.layers import GELU, DropPath
+from timm.layers import GELU, DropPath, resample_abs_pos_embed
 from timm.models import vision_transformer as timm_vit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitbook.models.attention import FLAVOURS
+from vitbook.models.attention import FLAVOURS, refine
+from vitbook.models.gaussian import BIASES
 
 Size = int | tuple[int, int]
 
@@ -40,6 +42,8 @@ class ViTConfig:
     registers: int = 0  # extra tokens without a place, after CLS
     drop_path: float = 0.0  # of the last block; grows linearly from 0 in the first
     attention: str = "plain"  # a flavour of models.attention
+    positions: bool = True  # learned position embeddings; False: tokens of an image are a set
+    refine: bool = False  # PRR of LocAt, before the head reads
 
     def __post_init__(self):
         for name in ("image", "patch"):  # JSON has lists: one spelling for both
@@ -56,6 +60,8 @@ class ViTConfig:
             raise ValueError("pool='cls' needs cls_token=True; without a CLS token choose pool='mean'")
         if self.attention not in FLAVOURS:
             raise ValueError(f"attention={self.attention!r} is unknown; choose one of {', '.join(FLAVOURS)}")
+        if self.attention == "positional" and not self.positions:
+            raise ValueError("attention='positional' needs positions=True: positions are all that it reads")
         if self.depth < 1 or self.registers < 0 or self.classes < 0 or not 0 <= self.drop_path < 1:
             raise ValueError(f"{self}: depth ≥ 1, registers ≥ 0, classes ≥ 0 and 0 ≤ drop_path < 1 are needed")
 
@@ -75,12 +81,17 @@ class ViTConfig:
     def flops(self) -> int:
         """Floating-point operations of one image's forward pass (2 per multiply-add), matrix products only.
 
-        Per block: qkv and projection 4TD², MLP 2rTD², attention's two products 2T²D multiply-adds.
+        Per block: qkv and projection 4TD², MLP 2rTD², attention's two products 2T²D multiply-adds; a bias of LocAt
+        reads up to three numbers a token and head, 3TD. PRR: once more 2T²D.
         """
         (rows, cols), (ph, pw) = self.grid, pair(self.patch)
         N, T, D = rows * cols, rows * cols + self.prefix, self.dim
-        block = (4 + 2 * self.mlp_ratio) * T * D * D + 2 * T * T * D
-        return int(2 * (3 * ph * pw * N * D + self.depth * block + D * self.classes))
+        products = 2 * T * T * D
+        block = (4 + 2 * self.mlp_ratio) * T * D * D + products
+        if self.attention in BIASES:
+            block += BIASES[self.attention].outputs * T * D
+        top = D * self.classes + products * self.refine
+        return int(2 * (3 * ph * pw * N * D + self.depth * block + top))
 
 
 class PatchEmbed(nn.Module):
@@ -113,19 +124,20 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm block: ``x + Attention(LN(x))``, then ``x + MLP(LN(x))``."""
 
-    def __init__(self, dim: int, heads: int, mlp_ratio: float, drop_path: float, attention: str):
+    def __init__(self, config: ViTConfig, drop_path: float):
         super().__init__()
+        dim = config.dim
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
-        self.attn = FLAVOURS[attention](dim, heads)
+        self.attn = FLAVOURS[config.attention](dim, config.heads, config.grid, config.prefix)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         # Rounded down as in timm; the nudge keeps a ratio that was found by division whole (56 · (61 / 56) < 61).
-        self.mlp = MLP(dim, int(dim * mlp_ratio + 1e-9))
+        self.mlp = MLP(dim, int(dim * config.mlp_ratio + 1e-9))
         self.drop_path = DropPath(drop_path)
 
     def forward(
-        self, x: Tensor, capture: bool = False, fused: bool | None = None
+        self, x: Tensor, capture: bool = False, fused: bool | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        y, attn = self.attn(self.norm1(x), capture, fused)
+        y, attn = self.attn(self.norm1(x), capture, fused, positions)
         mid = x + self.drop_path(y)
         return mid + self.drop_path(self.mlp(self.norm2(mid))), mid, attn
 
@@ -142,7 +154,8 @@ class ViT(nn.Module):
     ``blockI.out`` [B,T,D]     after the MLP branch is added
     ============== =========== =========================================================
 
-    T = prefix + N tokens; patch (r, c) of the grid is token ``prefix + r · columns + c``.
+    T = prefix + N tokens; patch (r, c) of the grid is token ``prefix + r · columns + c``. What ``refine`` makes of the
+    last block's tokens goes to the head alone.
     """
 
     def __init__(self, **fields):
@@ -153,9 +166,9 @@ class ViT(nn.Module):
         self.patch_embed = PatchEmbed(pair(c.patch), c.dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, c.dim)) if c.cls_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, c.registers, c.dim)) if c.registers else None
-        self.pos_embed = nn.Parameter(torch.zeros(1, tokens, c.dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, tokens, c.dim)) if c.positions else None
         rates = torch.linspace(0, c.drop_path, c.depth, device="cpu").tolist()
-        self.blocks = nn.ModuleList(Block(c.dim, c.heads, c.mlp_ratio, rate, c.attention) for rate in rates)
+        self.blocks = nn.ModuleList(Block(c, rate) for rate in rates)
         # timm's places: the final norm stands before CLS is read, but after a mean over patches is taken.
         self.norm = nn.LayerNorm(c.dim, eps=1e-6) if c.pool == "cls" else nn.Identity()
         self.fc_norm = nn.LayerNorm(c.dim, eps=1e-6) if c.pool == "mean" else nn.Identity()
@@ -175,16 +188,37 @@ class ViT(nn.Module):
             raise ValueError(f"images of shape {tuple(x.shape)} do not fit a ViT for [B, 3, {pair(self.config.image)}]")
         x = self.patch_embed(x)
         front = [t.expand(len(x), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
-        x = torch.cat([*front, x], 1) + self.pos_embed
+        x = torch.cat([*front, x], 1)
+        if self.pos_embed is not None:
+            x = x + self.pos_embed
         kept = {"embed": x}
         for i, block in enumerate(self.blocks):
-            x, mid, attn = block(x, capture, fused)
+            x, mid, attn = block(x, capture, fused, self.pos_embed)
             if capture:
                 kept |= {f"block{i}.attn": attn, f"block{i}.mid": mid, f"block{i}.out": x}
         x = self.norm(x)
+        if self.config.refine:
+            x = refine(x, self.config.heads)
         x = x[:, 0] if self.config.pool == "cls" else x[:, self.prefix :].mean(1)
         logits = self.head(self.fc_norm(x))
         return (logits, kept) if capture else logits
+
+
+def resized(model: ViT, image: Size) -> ViT:
+    """A copy for images of another size in pixels: positions resampled as timm does, all other weights the same.
+
+    A bias of LocAt keeps the bound of the grid that it was trained on and widens by its own rule; so keep the copy, not
+    its config, from which another bias would be built.
+    """
+    config = replace(model.config, image=image)
+    copy = deepcopy(model)
+    copy.config, copy.grid = config, config.grid
+    if copy.pos_embed is not None:
+        positions = resample_abs_pos_embed(copy.pos_embed.detach(), config.grid, model.grid, model.prefix)
+        copy.pos_embed = nn.Parameter(positions, copy.pos_embed.requires_grad)
+    for block in copy.blocks:
+        block.attn.grid = config.grid
+    return copy
 
 
 def unsupported(model: nn.Module) -> list[str]:
