@@ -195,18 +195,33 @@ def test_cards_show_the_verdict_in_words_and_carry_it_for_the_builder():
         claim_cards({}, [verdict])
 
 
-def test_scoreboard_has_a_row_a_claim_and_profile():
+def test_scoreboard_counts_by_chapter_and_profile_and_folds_the_claims_away():
     claims = {
         "b-local": replace(CLAIM, sentence="A | B < C"),
         "b-late": replace(CLAIM, id="b-late", chapter="03_ladder"),
+        "a-far": replace(CLAIM, id="a-far", source="A"),
     }
     verdicts = [judge(CLAIM, [0.5, 0.6, 0.7], profile="desk"), judge(CLAIM, [1.0, 1.1, 1.2], profile="paper")]
-    rows = scoreboard(claims, verdicts, chapters="../n/{chapter}.md").splitlines()[2:]
-    assert rows == [
-        r"| A \| B &lt; C | B | [02_heads](../n/02_heads.md) | 0.49 | 0.6 [0.3516, 0.8484] (n = 3, desk) | ✓ holds |",
-        r"| A \| B &lt; C | B | [02_heads](../n/02_heads.md) | 0.49 | 1.1 [0.8516, 1.348] (n = 3, paper) "
-        "| ? cannot tell at this scale |",
-        "| An early layer is local. | B | [03_ladder](../n/03_ladder.md) | 0.49 | – | not yet run |",
+    counts, heads, ladder = scoreboard(claims, verdicts, chapters="../n/{chapter}.md").split("\n\n<details>")
+    assert counts.splitlines() == [
+        "| chapter | source | claims | profile | ✓ holds | ✗ does not hold | ? cannot tell at this scale "
+        "| not yet run |",
+        "| - | - | - | - | - | - | - | - |",
+        "| [02_heads](../n/02_heads.md) | A, B | 2 | desk | 1 | 0 | 0 | 1 |",
+        "| [02_heads](../n/02_heads.md) | A, B | 2 | paper | 0 | 0 | 1 | 1 |",
+        "| [03_ladder](../n/03_ladder.md) | B | 1 | – | 0 | 0 | 0 | 1 |",
     ]
+    assert heads.splitlines() == [
+        "<summary>02_heads: its 2 claims, one by one</summary>",
+        "",
+        "| claim | source | the source's value | ours [95 % interval] | verdict |",
+        "| - | - | - | - | - |",
+        r"| A \| B &lt; C | B | 0.49 | 0.6 [0.3516, 0.8484] (n = 3, desk) | ✓ holds |",
+        r"| A \| B &lt; C | B | 0.49 | 1.1 [0.8516, 1.348] (n = 3, paper) | ? cannot tell at this scale |",
+        "| An early layer is local. | A | 0.49 | – | not yet run |",
+        "",
+        "</details>",
+    ]
+    assert ladder.startswith("<summary>03_ladder: its 1 claims") and "| – | not yet run |" in ladder
     with pytest.raises(ValueError, match=r"b-late.*no such claim"):
         scoreboard({"b-local": CLAIM}, [replace(verdicts[0], claim="b-late")])

@@ -1,15 +1,7 @@
 """Draws and judges plain tables and arrays: figures in one house style, the attention explorer, claims and verdicts."""
 
-from vitbook.show.cards import (
-    Claim,
-    Verdict,
-    claim_cards,
-    judge,
-    load_claims,
-    pooled_spread,
-    provenance_line,
-    scoreboard,
-)
+from vitbook.show.cards import claim_cards, provenance_line, scoreboard
+from vitbook.show.claims import Claim, Verdict, judge, load_claims, pooled_spread
 from vitbook.show.explorer import Explorer
 from vitbook.show.figures import (
     distance_entropy_plane,
