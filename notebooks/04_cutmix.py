@@ -169,10 +169,10 @@ small = {
     "recipe.augment.mix_p": lambda p: 1.5 - p,  # every batch; in one arm, half
 }  # fmt: skip
 tiny = {
-    "data": "shapes", "limit": 256, "model.image": 32, "model.patch": 8,
+    "data": "shapes", "limit": 128, "model.image": 32, "model.patch": 8,
     "model.classes": 10, "model.dim": 16, "model.depth": 2, "model.heads": 2,
-    "recipe.epochs": 2, "recipe.warmup": 0, "recipe.batch": 64,
-    "recipe.augment.crop": 4,
+    "recipe.epochs": 2, "recipe.warmup": 0, "recipe.batch": 64, "recipe.lr": 3e-3,
+    "recipe.augment.crop": 4, "recipe.augment.mix_p": 1.0,
 }  # fmt: skip
 desk = Profile("desk", small)
 scale = choose(profile, desk, Profile("smoke", tiny))
