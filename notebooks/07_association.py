@@ -754,7 +754,8 @@ for axes, column in zip(figure.subplots(1, 2), ("accuracy", "recall"), strict=Tr
         band(axes, structureless, column, "Gaussian patches")
     axes.axhline(0.5 if column == "accuracy" else (C - 1) / (D - 1), color="#6F6F6F", lw=1, ls=(0, (4, 3)), zorder=0)
     axes.set(xlabel="step", ylabel=column)
-    axes.legend()
+    if arms and len(structureless):
+        axes.legend()
 figure if arms and len(structureless) else missing
 
 # %% [markdown]
