@@ -67,7 +67,8 @@ from vitbook.measures.positions import neighbour_similarity, position_similarity
 from vitbook.models.adapters import TimmConfig
 from vitbook.models.vit import ViTConfig
 from vitbook.runs import Profile, Recipe, Run, changed, choose, minutes, obtain_many, remember
-from vitbook.show import distance_entropy_plane, house_style, layer_profile, pooled_spread, tidy, training_curves
+from vitbook.show import distance_entropy_plane, house_style, layer_profile, new_figure
+from vitbook.show import pooled_spread, tidy, training_curves
 
 house_style()
 
@@ -394,7 +395,7 @@ distance_entropy_plane(finals, uniform=(uniform, log(T)), label="distance (px)")
 # for small cells and good for large ones.
 
 # %% mystnb={"figure": {"caption": "One test image as the models get it, for cells of 1, 2, 4, 8 and 16 px, and whole. From which size on can you tell what it shows?", "name": "fig-positional-pieces"}, "image": {"alt": "The same image six times, cut into cells of growing size that have changed places, and once whole."}} tags=["hide-input"]
-figure = Figure(figsize=(7.2, 1.5), layout="constrained")
+figure = new_figure(1.5)
 for axes, cell in zip(figure.subplots(1, 6), (*cells, 0), strict=True):
     shown = grid_shuffle(images.images[0], cell) if cell else images.images[0]
     axes.imshow(shown.permute(1, 2, 0))
@@ -502,7 +503,7 @@ tidy(shuffles)
 # %% tags=["hide-input"]
 def by_cell() -> Figure:
     """Accuracy over cell size; where symmetry decides, the ViT's line is dashed."""
-    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    figure = new_figure(3.2)
     axes = figure.add_subplot()
     place = dict(zip((*cells, 0), range(6), strict=True))
     base, side = of("ViT", 0).mean(), arms["ViT", 0].model.patch
@@ -601,7 +602,7 @@ def mosaic(similarity: Tensor, grid: tuple[int, int] = grid) -> Tensor:
 def draw(panels: dict[str, Tensor], columns: int) -> Figure:
     """Mosaics of position embeddings [T, D], all in one scale of colours."""
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(7.2, 0.3 + 6.6 / columns * rows), layout="constrained")
+    figure = new_figure(0.3 + 6.6 / columns * rows)
     places = figure.subplots(rows, columns, squeeze=False)
     tiles = {name: mosaic(position_similarity(positions)) for name, positions in panels.items()}
     top = max(tile.nan_to_num(0).abs().max().item() for tile in tiles.values())
@@ -657,7 +658,7 @@ draw({"as trained": mixed, "permutation undone": undone}, 2) if mixed is not Non
 # %% tags=["hide-input"]
 def two_patches(patches: tuple[int, int]) -> Figure:
     """Source D's Figure 5: two patches, before and after undoing."""
-    figure = Figure(figsize=(7.2, 2.2), layout="constrained")
+    figure = new_figure(2.2)
     panels = figure.subplots(1, 4)
     for axes, (patch_number, after) in zip(panels, [(p, a) for p in patches for a in (False, True)], strict=True):
         shown = position_similarity(undone if after else mixed)
