@@ -97,10 +97,10 @@ def attention_distance(
     return _row_distance(attn.float(), d, prefix, renormalise, count_self).nanmean((0, 2))
 
 
-def _entropy(rows: Tensor) -> Tensor:
-    """−Σ_j A_ij ln A_ij over the last axis, in nats."""
+def _entropy(rows: Tensor, logarithms: Tensor | None = None) -> Tensor:
+    """−Σ_j A_ij ln A_ij over the last axis, in nats; ``logarithms``, of the same shape, is overwritten."""
     # 0 ln 0 = 0 by a summand far below float32's resolution of any row: several times faster than torch.special.entr
-    return -torch.linalg.vecdot(rows, (rows + 1e-30).log_())
+    return -torch.linalg.vecdot(rows, torch.add(rows, 1e-30, out=logarithms).log_())
 
 
 def attention_entropy(attn: Tensor, prefix: int = 1) -> Tensor:
@@ -185,35 +185,35 @@ def measure_heads(
     """
     grid, prefix = places(model, grid, prefix)
     has_cls = prefix > 0 and getattr(model, "has_cls", True)
-    d, near = patch_distances(grid, unit, patch), neighbours(grid)
-    N, T = len(d), len(d) + prefix
-    # Masses and the leaky distance are linear in A: each is a product of the flattened maps with a column of weights.
-    weights = torch.zeros(4, T, T)
-    weights[0, prefix:, prefix:] = torch.eye(N)
-    weights[1, prefix:, 0] = float(has_cls)
-    weights[2, prefix:, prefix:] = near
-    weights[3, prefix:, prefix:] = d
-    weights = (weights / N).flatten(1).T
+    # What is linear in a row of A: its distance and mass on patches, on neighbours; one product a query for all heads.
+    N = grid[0] * grid[1]
+    weights = torch.zeros(prefix + N, prefix + N, 3)
+    weights[prefix:, prefix:] = torch.stack([patch_distances(grid, unit, patch), torch.ones(N, N), neighbours(grid)], 2)
     sums: list[Tensor] = []
     count = 0
+    logarithms = None
     for logits, kept in outputs(model, images, capture=True, batch=batch):
         attns = [a for name, a in kept.items() if name.endswith(".attn")]
         if not attns:
             raise ValueError("the model gave no intermediate named '….attn': it has no attention maps to measure")
-        d, weights = d.to(attns[0].device, torch.float32), weights.to(attns[0].device)
         for layer, attn in enumerate(attns):
             check_attention(attn, grid, prefix)
-            entropy = _entropy(attn)  # [B,H,T]
-            own, cls, near_mass, leaky = (attn.flatten(2) @ weights).unbind(-1)
+            weights = weights.to(attn)
+            read = torch.bmm(attn.flatten(0, 1).transpose(0, 1), weights)[prefix:].unflatten(1, attn.shape[:2])
+            far, kept_mass, near = read.unbind(-1)  # [N,B,H]
+            if logarithms is None or logarithms.shape != attn.shape:
+                logarithms = torch.empty_like(attn)
+            entropy = _entropy(attn, logarithms)  # [B,H,T]
+            nothing = torch.full_like(near[0], torch.nan)
             per_image = torch.stack(
                 [
-                    _row_distance(attn, d, prefix, True).nanmean(-1),
-                    leaky,
+                    (far / torch.where(kept_mass > 0, kept_mass, torch.nan)).nanmean(0),
+                    far.mean(0),
                     entropy[:, :, prefix:].mean(-1),
-                    entropy[:, :, 0] if has_cls else torch.full_like(entropy[:, :, 0], torch.nan),
-                    own,
-                    cls,
-                    near_mass,
+                    entropy[:, :, 0] if has_cls else nothing,
+                    attn.diagonal(dim1=-2, dim2=-1)[:, :, prefix:].mean(-1),
+                    attn[:, :, prefix:, 0].mean(-1) if has_cls else torch.zeros_like(nothing),
+                    near.mean(0),
                 ]
             ).double()  # [7,B,H], or [7,B·windows,H]
             per_image = per_image.unflatten(1, (len(logits), -1)).mean(2)  # [7,B,H]
@@ -223,6 +223,7 @@ def measure_heads(
             else:
                 sums[layer] += total
         count += len(logits)
+        del kept, attns, attn  # the next batch finds their memory free
     return _table(sums, count)
 
 

@@ -37,6 +37,7 @@ def outputs(
                 with torch.autocast(x.device.type, enabled=False):
                     result = model(x, capture=capture)
                 yield result
+                del result  # not to be kept beside the next
     finally:
         for module, mode in modes:
             module.training = mode

@@ -37,9 +37,10 @@ from torch.nn import functional as F
 Grid = tuple[int, int]
 
 
-def _read(layer: nn.Linear, t: Tensor) -> Tensor:
-    """``layer`` in the precision of ``t``, whatever that of its weights."""
-    return F.linear(t, layer.weight.to(t.dtype), layer.bias.to(t.dtype))
+def _read(t: Tensor, *layers: nn.Linear) -> Tensor:
+    """What ``layers`` make of ``t``, side by side, in the precision of ``t``, whatever that of their weights."""
+    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]).to(t.dtype) for name in ("weight", "bias"))
+    return F.linear(t, weight, bias)
 
 
 def _reader(width: int, outputs: int) -> nn.Linear:
@@ -67,7 +68,7 @@ class _AddProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         one, other = ctx.saved_tensors
-        among = _among_patches(grad, ctx.prefix, one.shape[2:4]).to(one.dtype)
+        among = _among_patches(grad, ctx.prefix, one.shape[2:4]).to(one.dtype).contiguous()  # once, not in each product
         return grad, among @ other.mT, one.mT @ among, None
 
 
@@ -116,13 +117,10 @@ class GaussianBias(nn.Module):
         """The bias of an attention layer of width ``dim``."""
         return cls(dim // heads, grid, prefix)
 
-    def read_width(self, q: Tensor, x: Tensor | None) -> Tensor:
-        """What Σ is made of, [B,H,T,2], read from queries [B,H,T,d]."""
-        return _read(self.log_var, q)
-
-    def read_scale(self, q: Tensor) -> Tensor:
-        """What α is made of, [B,H,T,1], read from queries [B,H,T,d]."""
-        return _read(self.log_alpha, q)
+    def read(self, q: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What Σ is made of, [B,H,T,2] or [B,H,T,1], and α, [B,H,T,1], read from queries [B,H,T,d]."""
+        z = _read(q, self.log_var, self.log_alpha)  # at once: on the way back a query's gradient is made once
+        return z[..., :-1], z[..., -1:]
 
     def variance(self, z: Tensor) -> Tensor:
         """Σ, in (0, M), of what was read; 1 at zero."""
@@ -173,8 +171,8 @@ class GaussianBias(nn.Module):
         with nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
             q = q.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
             # A mean of what was read is what is read from the mean query: both layers are affine.
-            var = self.variance(self._cells(self.read_width(q, x), grid))
-            alpha = self.scale(self._cells(self.read_scale(q), grid))
+            width, scale = (self._cells(z, grid) for z in self.read(q, x))
+            var, alpha = self.variance(width), self.scale(scale)
         if grid != self.grid:
             var = var * (min(grid) / min(self.grid))
         if (step := self._step()) > 1:
@@ -196,9 +194,10 @@ class GaussianBias(nn.Module):
 
         ``x`` [B,T,D] is the layer's input, read by the variant that takes the variance from there.
         """
-        one, other = self._factors(q, grid, x)
-        patches = (one * other).flatten(4).flatten(2, 3).to(q.dtype)
-        return F.pad(patches, (self.prefix, 0, self.prefix, 0)) if self.prefix else patches
+        self._check(q, grid)
+        B, H, T, _ = q.shape
+        nought = q.new_zeros(B, H, T, T, dtype=torch.promote_types(q.dtype, torch.float32))
+        return self.add_to(nought, q, grid, x).to(q.dtype)
 
     def add_to(self, logits: Tensor, q: Tensor, grid: Grid | None = None, x: Tensor | None = None) -> Tensor:
         """``logits`` [B,H,T,T] with S added in place; S itself is never made, nor kept for the way back.
@@ -218,8 +217,9 @@ class AutoScale(GaussianBias):
         super().__init__(head_dim, grid, prefix)
         del self.log_alpha
 
-    def read_scale(self, q: Tensor) -> Tensor:
-        return (q.square().mean(-1, keepdim=True) + 1e-12).sqrt()  # a zero query has a gradient too
+    def read(self, q: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+        size = (q.square().mean(-1, keepdim=True) + 1e-12).sqrt()  # a zero query has a gradient too
+        return _read(q, self.log_var), size
 
     def scale(self, z: Tensor) -> Tensor:
         return z
@@ -228,8 +228,8 @@ class AutoScale(GaussianBias):
 class NoScale(AutoScale):
     """α_p = 1."""
 
-    def read_scale(self, q: Tensor) -> Tensor:
-        return torch.ones_like(q[..., :1])
+    def read(self, q: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+        return _read(q, self.log_var), torch.ones_like(q[..., :1])
 
 
 class Isotropic(GaussianBias):
@@ -251,8 +251,8 @@ class FixedWidth(GaussianBias):
         super().__init__(head_dim, grid, prefix)
         del self.log_var
 
-    def read_width(self, q: Tensor, x: Tensor | None) -> Tensor:
-        return q.new_zeros(*q.shape[:-1], 2)
+    def read(self, q: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+        return q.new_zeros(*q.shape[:-1], 2), _read(q, self.log_alpha)
 
 
 class FromInput(GaussianBias):
@@ -266,10 +266,10 @@ class FromInput(GaussianBias):
     def for_layer(cls, dim: int, heads: int, grid: Grid, prefix: int) -> "FromInput":
         return cls(dim // heads, grid, prefix, dim)
 
-    def read_width(self, q: Tensor, x: Tensor | None) -> Tensor:
+    def read(self, q: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
         if x is None:
             raise ValueError("FromInput reads the variance from the layer's input; give it as x=, [B,T,D]")
-        return _read(self.log_var, x[:, None].to(q.dtype))
+        return _read(x[:, None].to(q.dtype), self.log_var), _read(q, self.log_alpha)
 
 
 class Laplace(GaussianBias):
@@ -292,7 +292,8 @@ class InverseDistance(GaussianBias):
         return alpha[..., None] / (1 + far), torch.ones_like(alpha[..., None])  # no product of rows and columns
 
     def add_to(self, logits: Tensor, q: Tensor, grid: Grid | None = None, x: Tensor | None = None) -> Tensor:
-        return logits + self(q, grid, x)
+        bias = self._factors(q, grid, x)[0].flatten(4).flatten(2, 3).to(logits.dtype)
+        return logits + F.pad(bias, (self.prefix, 0, self.prefix, 0))
 
 
 BIASES: dict[str, type[GaussianBias]] = {
