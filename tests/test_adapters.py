@@ -92,6 +92,42 @@ def test_capture_of_vits_that_from_timm_refuses(build, prefix, has_cls):
     assert no_trace(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "prefix", "has_cls", "mid"),
+    [
+        ("vit_small_patch16_dinov3", {"img_size": 64}, 5, True, True),
+        ("eva02_tiny_patch14_224", {"img_size": 56}, 1, True, True),
+        ("eva_giant_patch14_224", {"img_size": 56, "mlp_ratio": 2}, 1, True, True),
+        ("vit_small_patch16_rope_mixed_224", {"img_size": 64}, 1, True, True),
+        ("vit_pe_spatial_tiny_patch16_512", {"img_size": 64}, 1, True, True),
+        ("eva02_tiny_patch14_224", {"img_size": 56, "use_post_norm": True}, 1, True, False),
+    ],
+)
+def test_capture_of_rotary_vits(name, options, prefix, has_cls, mid):
+    model = fused(tiny(name, **options))
+    x = images(3, 3, *model.patch_embed.img_size)
+    wrapped = capture(model)
+    with torch.no_grad():
+        logits, kept = wrapped(x)
+        assert largest_difference(logits, model(x)) <= 1e-5 * max(1, logits.abs().max().item())
+        if mid:
+            block, inner = model.blocks[1], kept["block1.mid"]
+            change = block.mlp(block.norm2(inner))
+            left = inner + (change if block.gamma_2 is None else block.gamma_2 * change)
+            assert torch.allclose(left, kept["block1.out"], atol=1e-5)
+    assert ("block0.mid" in kept) == mid
+    assert (wrapped.grid, wrapped.prefix, wrapped.has_cls) == ((4, 4), prefix, has_cls)
+    T = 16 + prefix
+    for i in range(2):
+        attn = kept[f"block{i}.attn"]
+        assert attn.shape == (3, 2, T, T) and attn.dtype == torch.float32
+        assert torch.allclose(attn.sum(-1), torch.ones(3, 2, T), atol=1e-5)
+    table = measure_heads(wrapped, x)
+    expected = attention_distance(kept["block1.attn"], (4, 4), prefix)
+    assert table.distance[table.layer == 1].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert no_trace(model)
+
+
 def swin(**options) -> SwinTransformer:
     small = {"img_size": 32, "patch_size": 4, "embed_dim": 12, "depths": (2, 2), "num_heads": (2, 3), "window_size": 4}
     return fused(stir(SwinTransformer(**(small | {"num_classes": 5} | options)), 0.2))

@@ -12,17 +12,19 @@ from typing import Any
 import timm
 import torch
 from timm.models import vision_transformer as timm_vit
+from timm.models.eva import Eva, EvaBlock
 from timm.models.resnet import ResNet
 from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-TAKEN = "timm's VisionTransformer (and classes derived from it), SwinTransformer and ResNet"
+VITS = (timm_vit.VisionTransformer, Eva)
+TAKEN = "timm's VisionTransformer and Eva (and classes derived from them), SwinTransformer and ResNet"
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The residual blocks of a model, through all stages in the order of its forward pass."""
-    if isinstance(model, timm_vit.VisionTransformer):
+    if isinstance(model, VITS):
         return list(model.blocks)
     if isinstance(model, SwinTransformer):
         return [block for stage in model.layers for block in stage.blocks]
@@ -35,7 +37,7 @@ class Captured:
     """A timm model called as ``captured(x) -> (logits, intermediates)``; with ``capture=False``, logits only.
 
     =============== ========= =================== ==================
-    name            ViT       Swin                ResNet
+    name            ViT, Eva  Swin                ResNet
     =============== ========= =================== ==================
     ``embed``       [B,T,D]   [B,rows,columns,C]  –
     ``stem``        –         –                   [B,C,rows,columns]
@@ -79,7 +81,7 @@ class Captured:
         kind = type(self.model).__name__
         if isinstance(self.model, ResNet):
             raise ValueError(f"a {kind} has no tokens: no grid, and no attention maps to measure")
-        if isinstance(self.model, timm_vit.VisionTransformer):
+        if isinstance(self.model, VITS):
             return tuple(self.model.patch_embed.grid_size)
         windows = {tuple(block.window_size) for block in self.blocks}
         if len(windows) > 1:
@@ -111,7 +113,7 @@ class Captured:
             keep_input(self.blocks[0], "stem" if isinstance(self.model, ResNet) else "embed")
             for i, block in enumerate(self.blocks):
                 keep_output(block, f"block{i}.out")
-                if isinstance(block, timm_vit.Block):
+                if isinstance(block, timm_vit.Block | EvaBlock):
                     keep_input(block.norm2, f"block{i}.mid")
                 if hasattr(block, "attn"):
                     keep_output(block.attn.attn_drop, f"block{i}.attn", Tensor.float)
@@ -143,8 +145,9 @@ def capture(timm_model: nn.Module) -> Captured:
     """timm's ViTs (also those that ``from_timm`` refuses), Swin and ResNet as ``x -> (logits, intermediates)``.
 
     ``measure_heads(capture(model), images)`` then measures the model as it is; nothing is copied. Taken: timm's
-    ``VisionTransformer`` and classes derived from it whose blocks have an ``attn`` with ``attn_drop``,
-    ``SwinTransformer`` and ``ResNet``; others raise ``ValueError`` by name.
+    ``VisionTransformer`` and ``Eva`` (EVA, DINOv3 and other ViTs with rotary positions) and classes derived from them
+    whose blocks have an ``attn`` with ``attn_drop``, ``SwinTransformer`` and ``ResNet``; others raise ``ValueError`` by
+    name.
     """
     return Captured(timm_model)
 
