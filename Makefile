@@ -41,6 +41,9 @@ check: ready
 pair: ready
 	$(BUILD) pair
 
+# On Linux: memory once taken is kept, in pages of 2 MiB. Two trainings side by side process 1.2 times as many images;
+# other systems read nothing of this.
+record: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296:glibc.malloc.top_pad=268435456
 record: ready
 	@test -n "$(CHAPTER)" || { echo 'say which chapter: make record CHAPTER=03_ladder PROFILE=desk'; exit 2; }
 	$(BUILD) record $(CHAPTER) --profile $(PROFILE) $(if $(FINISHED),--finished)
