@@ -56,6 +56,7 @@ from dataclasses import replace
 from math import log, sqrt
 
 import pandas as pd
+from scipy import stats
 
 from vitbook.data import Augment
 from vitbook.measures.heads import neighbours, patch_distances
@@ -286,6 +287,7 @@ units = {"accuracy": "points", "layer 1": "px", "all heads": "px"}
 pooled = {f"{name} ({unit})": spread(name) or (float("nan"), 0) for name, unit in units.items()}
 floor = pd.DataFrame(pooled, index=["s over seeds", "degrees of freedom"]).T
 floor.insert(1, "√2 s: of a difference", sqrt(2) * floor["s over seeds"])
+floor["smallest that one pair can show"] = stats.t.ppf(0.975, floor["degrees of freedom"]) * floor.iloc[:, 1]
 tidy(floor, 3).astype({"degrees of freedom": int})
 
 # %% [markdown]
@@ -324,7 +326,7 @@ tidy(pd.DataFrame(rows).T.infer_objects())
 # goes, its steps 4 to 7 are one step. What is left as a real effect of one seed: augmentation, smaller patches,
 # warmup, and more epochs.
 #
-# Mind also what a ladder is. It measures each step *on top of those before*. That label smoothing
+# Remember also what a ladder is. It measures each step *on top of those before*. That label smoothing
 # {cite:p}`szegedy2016inception` brings little after warmup does not say what it would bring without; another order
 # might give the points to other steps.
 #
@@ -545,10 +547,10 @@ tidy(pd.DataFrame(correlations).T.astype({"steps": int}))
 #
 # ## What became of the claims
 #
-# Sixteen quantities and thresholds, written down before these runs. A difference is taken within a seed, for the seeds
-# that both steps have. With two or more such seeds the interval is Student's over them. With one, the pooled spread $s$
-# of the steps that were run more than once stands in, times $\sqrt2$ for a difference; that supposes that all steps
-# scatter alike, the coarse ones too. *Any other* is the best of all nine others, 6a and 6b included.
+# Eighteen quantities and thresholds, written down before these runs (the last two when steps 5 and 6a were there). A difference is taken within a seed, for the seeds
+# that both steps have. The interval is Student's, with the pooled spread $s$ of the steps that were run more than once,
+# times $\sqrt2$ for a difference; that supposes that all steps scatter alike, the coarse ones too. (The spread of a
+# difference's own seeds is taken only where it has more degrees of freedom.) *Any other* is the best of all nine others, 6a and 6b included.
 
 # %%
 from pathlib import Path
@@ -572,6 +574,8 @@ asked = {
     "entropy-where-distance": ("entropy offset", "8"),
     "cutmix-carries-layer1": ("layer 1", "6b", "6a"),
     "cutmix-carries-mean": ("all heads", "6b", "6a"),
+    "cutmix-moves-layer1": ("layer 1", "6b", "5"),
+    "cutmix-moves-mean": ("all heads", "6b", "5"),
 }
 
 # %%

@@ -90,7 +90,7 @@ house_style()
 #
 # Of source D's layers we know only that logits come from position embeddings and values from patches. **Ours** are the
 # choices in between: every layer reads the one table $P$ with its own $W^q$ and $W^k$; $\hat P$ is normalised as tokens
-# are; CLS has a row of $P$ like any patch; tokens carry their positions in, as in a plain ViT. So both kinds have the
+# are; CLS has a row of $P$ like any patch; positions are also added to the tokens, as in a plain ViT. So both kinds have the
 # same parameters, by name and number.
 
 # %%
@@ -122,7 +122,8 @@ cnn = replace(vanilla, model=TimmConfig("resnet18", image=32))
 # vanilla ViT is chapter 04's Baseline, and on CIFAR-10 step 4 of chapter 03, not trained again but the very same
 # records. The CNN is a ResNet {cite:p}`he2016resnet` with a quarter of the channels of ResNet-18. Which CNN source D
 # used we do not know. Ours has the ViT's recipe, unchanged: with batch norm it should bear that rate, but nobody has
-# tuned it for the CNN.
+# tuned it for the CNN. (Its first layer keeps 64 channels, and its last works on 1 × 1 places, where nothing is left to
+# move.)
 
 # %%
 common = {
@@ -147,8 +148,8 @@ vits.differences(fine)
 
 # %% [markdown]
 # Two sets, then; CIFAR-10 with all its images and fewer epochs, as in chapter 03. Source D has a third, SVHN
-# {cite:p}`netzer2011svhn`: house numbers, which must not be mirrored. It is part of `paper`, and `svhn = True` adds it
-# here, wherever it can be downloaded.
+# {cite:p}`netzer2011svhn`: house numbers, which must not be mirrored. It is part of `paper`; `svhn = True` in the next
+# cell adds it here, wherever it can be downloaded.
 
 # %%
 svhn = vits.name == "paper"
@@ -173,20 +174,18 @@ def on(name: str, run: Run) -> Run:
 
 # %% [markdown]
 # For the shuffles, a side in pixels says which cells change places; 0 leaves images whole. In the order in which they
-# are made: what the claims need, then second seeds, cells of one patch, and the patches of 2 px that source D used.
+# are made: what the claims need, then second seeds. Source D's patches of 2 px are left to `paper`: with cells of whole
+# patches such a run is an unshuffled one, as will be shown, and on a CPU each would cost as much as seven others.
 
 # %%
 cells = (1, 2, 4, 8, 16)
 whole_vit, whole_cnn = vits.scale(fine), cnns.scale(cnn)
 arms = {("vanilla", name): on(name, vanilla) for name in sets}
 arms |= {("positional", name): on(name, positional) for name in sets}
-arms |= {("ViT", n): replace(whole_vit, shuffle=n) for n in (0, 1, 2, 8)}
+arms |= {("ViT", n): replace(whole_vit, shuffle=n) for n in (0, 1, 2, 4)}
 arms |= {("CNN", n): replace(whole_cnn, shuffle=n) for n in (0, *cells)}
-late = {("ViT", 4): replace(whole_vit, shuffle=4)}
-if vits.name == "desk":
-    late["fine ViT", 2] = changed(whole_vit, {"model.patch": 2, "shuffle": 2})
 if vits.name == "paper":
-    late["ViT", 16] = replace(whole_vit, shuffle=16)
+    arms |= {("ViT", n): replace(whole_vit, shuffle=n) for n in (8, 16)}
 
 # %% [markdown]
 # The second and third seed of *vanilla* come with chapters 03 and 04.
@@ -196,10 +195,9 @@ again = {arm: vits.seeds[1:] for arm in arms if arm[1] in sets}
 if vits.name == "desk":
     again = {("vanilla", "CIFAR-100"): (1, 2), ("vanilla", "CIFAR-10"): (1,)}
     again |= {("positional", name): (1,) for name in ("CIFAR-100", "CIFAR-10")}
+    again |= {("CNN", cell): (1,) for cell in (0, 1, 16)}
 plan = [(*arm, 0) for arm in arms]
 plan += [(*arm, seed) for arm, seeds in again.items() for seed in seeds]
-plan += [(*arm, 0) for arm in late]
-arms |= late
 
 runs = {key: replace(arms[key[:2]], seed=key[2]) for key in plan}
 allowed = train or vits.name == "smoke"
@@ -209,11 +207,11 @@ done = {key: run for key, run in runs.items() if run in records}
 # %% [markdown]
 # What a run costs: minutes of one CPU core at `desk`, estimated from floating-point operations and, once recorded,
 # measured; and of a GPU at `paper`, if it sustained 10 TFLOP/s. Convolutions reach less of a core's speed than the
-# matrix products that the estimate is made for.
+# matrix products that the estimate is made for, and the clock runs on while a machine has other things to do.
 
 # %% tags=["hide-input"]
 kinds = {"ViT, CIFAR-100": (("vanilla", "CIFAR-100"), vanilla), "ViT, CIFAR-10": (("vanilla", "CIFAR-10"), vanilla)}
-kinds |= {"ViT, patches of 2 px": (("fine ViT", 2), fine), "CNN": (("CNN", 0), cnn)}
+kinds |= {"ViT, shuffled (at paper with patches of 2 px)": (("ViT", 4), fine), "CNN": (("CNN", 0), cnn)}
 
 
 def cost(arm: tuple, at_paper: Run) -> dict[str, float | None]:
@@ -222,7 +220,7 @@ def cost(arm: tuple, at_paper: Run) -> dict[str, float | None]:
     seconds = records[run].provenance["seconds"] if run in records else None
     return {
         "desk, estimated": minutes(run) if run and vits.name == "desk" else None,
-        "desk, measured": seconds / 60 if seconds and vits.name == "desk" else None,
+        "desk, by the clock": seconds / 60 if seconds and vits.name == "desk" else None,
         "paper, estimated": minutes(at_paper, 1e13),
     }
 
@@ -336,7 +334,7 @@ tidy(shares, 3).T if len(shares) else missing
 # %% [markdown]
 # The row *vanilla* answers a question of its own: how much of what a ViT's heads do, when they are free to look, is
 # habit? Where its share is small, attention is nearly fixed already. (64 images; a share says how much attention changes
-# with the image, not whether the change is of use.) Or look for yourself: change the image, and nothing moves on the right.
+# with the image, not whether the change is of use.) Or look for yourself: change the image, and the maps of the positional model stay as they are.
 
 # %% tags=["hide-input"]
 from vitbook.show import Explorer
@@ -466,7 +464,8 @@ identity.rename_axis(["attention", "cells (px)"]).map("{:.0e}".format)
 # %% [markdown]
 # In double precision, so that rounding does not blur the point; in a real training it grows from step to step, until
 # the two differ as two seeds do. The last column is how much the same model's logits change on whole images. Since fresh position embeddings are drawn independently, the
-# permuted ones are as likely as the original; hence **a shuffled run is an unshuffled run from another seed**. That is
+# permuted ones are as likely as the original; hence **a shuffled run is, in distribution, an unshuffled one**: as if its
+# positions had been drawn once more. That is
 # all that "flat in cell size" says, as long as no cell cuts a patch. Source D made sure of it by patches of 2 px. It is
 # a property of the architecture, and of positional attention just as well. No run can find it, or fail to.
 #
@@ -497,6 +496,8 @@ for cell in cells:
     rows[cell] |= {"ViT (%)": of("ViT", cell).mean(), "CNN (%)": of("CNN", cell).mean()}
 rows["whole"] = {"ViT (%)": of("ViT", 0).mean(), "CNN (%)": of("CNN", 0).mean()}
 shuffles = pd.DataFrame(rows).T.rename_axis("cells (px)")
+for kind in ("ViT", "CNN"):
+    shuffles[f"{kind}, of whole (%)"] = 100 * shuffles[f"{kind} (%)"] / of(kind, 0).mean()
 tidy(shuffles)
 
 
@@ -509,10 +510,10 @@ def by_cell() -> Figure:
     base, side = of("ViT", 0).mean(), arms["ViT", 0].model.patch
     aligned = [cell for cell in cells if cell % side == 0]
     axes.plot([place[aligned[0]], place[0]], [base] * 2, ls="--", color="#0072B2", label="ViT, by symmetry")
-    for kind, colour in (("ViT", "#0072B2"), ("CNN", "#D55E00"), ("fine ViT", "#009E73")):
+    for kind, colour in (("ViT", "#0072B2"), ("CNN", "#D55E00")):
         seen = [(place[cell], of(kind, cell).mean()) for cell in place if len(of(kind, cell))]
         line = "-" if kind == "CNN" else ""
-        name = {"ViT": f"ViT, patches of {side} px", "fine ViT": "ViT, patches of 2 px"}.get(kind, kind)
+        name = f"ViT, patches of {side} px" if kind == "ViT" else kind
         if seen:
             axes.plot(*zip(*seen, strict=True), marker="o", ls=line, color=colour, label=name)
     axes.axvline(place[aligned[0]] - 0.5, color="#6F6F6F", linewidth=1)
@@ -528,8 +529,8 @@ by_cell() if len(of("ViT", 0)) else missing
 
 # %% [markdown]
 # Dots of the ViT right of the grey line are controls. They should scatter about the dashed line as seeds do, and if they
-# did not, the code would be wrong. Also mind how little some shuffles do: with cells of 16 px there are four pieces, and
-# the permutation of this book happens to leave two of them where they were. Guessing gives 1 %.
+# did not, the code would be wrong. With cells of 16 px there are only four pieces, all in foreign places. Guessing gives
+# 1 %.
 #
 # The CNN begins with filters of 7 × 7 px in steps of two and a maximum over 3 × 3. Its view is local by construction, and
 # weights are shared over places: it has no simple way to undo a permutation that differs from place to place. The ViT is
@@ -615,12 +616,22 @@ def draw(panels: dict[str, Tensor], columns: int) -> Figure:
     return figure
 
 
+# %% tags=["hide-input"]
+def embeddings(key: tuple, at: str) -> Tensor | None:
+    """A recorded model's position embeddings [1,T,D], kept by themselves: the book ships no weights of earlier epochs."""
+    weights = getattr(records[done[key]], at)
+    spec = {"run": done[key].id, "measure": "position embeddings", "at": at, "version": 1}
+    entry = remember(spec, lambda: {"positions": {"pos_embed": weights["pos_embed"]}}, make=weights is not None)
+    return entry["positions"]["pos_embed"] if entry else None
+
+
 # %% mystnb={"figure": {"caption": "Similarities of position embeddings, a tile a patch (its own place left out), before training, at the end of warmup and after it. In which tiles does a warm spot follow the tile's place?", "name": "fig-positional-similar"}, "image": {"alt": "Mosaics of cosine similarity maps for vanilla and positional attention, at the start, after warmup and trained."}} tags=["hide-input"]
 stages = {}
-for start, (kind, record) in zip(untrained, pair.items(), strict=False):
-    stages[f"{kind}: untrained"] = start
-    stages[f"{kind}: end of warmup"] = record.warmup["pos_embed"]
-    stages[f"{kind}: trained"] = record.weights["pos_embed"]
+for kind in pair:
+    stages[f"{kind}: untrained"] = untrained[0]  # both start from seed 0
+    for at, when in (("warmup", "end of warmup"), ("weights", "trained")):
+        stages[f"{kind}: {when}"] = embeddings(first[kind], at)
+stages = {name: positions for name, positions in stages.items() if positions is not None}
 draw(stages, 3) if stages else missing
 
 # %% [markdown]
@@ -690,19 +701,18 @@ def before_after(key: tuple) -> dict[str, float]:
 
 
 shuffled = {f"cells of {k[1]} px": before_after(k) for k in done if k[0] == "ViT" and k[1]}
-shuffled |= {f"cells of {k[1]} px, fine": before_after(k) for k in done if k[0] == "fine ViT"}
 tidy(pd.DataFrame(shuffled).T.infer_objects(), 1) if shuffled else missing
 
 # %% [markdown]
-# With cells of two by two patches, neighbours inside a cell stay neighbours, so some similarity is left before anything
-# is undone. Where cells are smaller than patches there is no order of patches to undo, and the blank says so. (On a finer
-# grid there are more pairs, and the same pattern gives a larger $z$.)
+# Where cells are smaller than patches there is no order of patches to undo, and the blank says so. Cells of one pixel
+# are the counter-check to the whole section: there, patches that touch in the image have nothing more in common than
+# others, and if it is the images that make positions alike, they have no reason to become so.
 #
 # ## What became of the claims
 #
-# A difference is taken within a seed. Where one seed is all there is, the spread over seeds comes from the arms that
-# have several, pooled, and times $\sqrt2$ for a difference; it supposes that the CNN scatters as the ViTs do. The flatness
-# of the ViT stands among the claims as what it is: a control.
+# A difference is taken within a seed. The spread over seeds comes from the arms that have several, pooled, and times
+# $\sqrt2$ for a difference (or from the differences themselves, where these have more degrees of freedom); it supposes
+# that the CNN scatters as the ViTs do. The flatness of the ViT stands among the claims as what it is: a control.
 
 # %%
 from pathlib import Path
@@ -713,7 +723,7 @@ asked = {
     "close-cifar100": (("positional", "CIFAR-100"), ("vanilla", "CIFAR-100")),
     "close-cifar10": (("positional", "CIFAR-10"), ("vanilla", "CIFAR-10")),
     **{f"cnn-cells-{cell}": (("CNN", cell), ("CNN", 0)) for cell in (1, 2, 16)},
-    "vit-control": (("ViT", 8), ("ViT", 0)),
+    "vit-control": (("ViT", 4), ("ViT", 0)),
     "vit-below": (("ViT", 1), ("ViT", 0)),
 }
 claims = load_claims(Path("../book/claims.yml"))
@@ -736,10 +746,16 @@ for kind in pair:
     used = [done[kind, "CIFAR-100", seed].id for seed in own.index]
     how = {"profile": vits.name, "records": used, "pooled_sd": spread(scores)}
     verdicts.append(judge(claims[f"positional.local-{kind}"], own, **how))
+if torn_up := [key for key in done if key[:2] == ("ViT", 1)]:
+    own = [before_after(key)["z as trained"] for key in torn_up]
+    how = {"profile": vits.name, "records": [done[key].id for key in torn_up], "pooled_sd": spread(scores)}
+    verdicts.append(judge(claims["positional.local-pieces"], own, **how))
 if pair:
     claim = claims["positional.local-untrained"]
     verdicts.append(judge(claim, starts.z, profile=vits.name))
-if waits := len(asked) + 3 - len(verdicts):
+    farthest = identity.filter(like="after").max().max()
+    verdicts.append(judge(claims["positional.vit-identity"], farthest, profile=vits.name, exact=True))
+if waits := len(asked) + 5 - len(verdicts):
     print(f"{waits} of {len(asked) + 3} claims wait for their recordings.")
 claim_cards(claims, verdicts) if verdicts else missing
 
@@ -772,7 +788,7 @@ answer.update(Markdown((answered() if ready else waiting) + (f"\n\nClaims: {tall
 # %% [markdown]
 # ## Limits
 #
-# One architecture, smaller than source D's, a quarter of its epochs, half of the training images. Most arms have one
+# One architecture, smaller than source D's, a quarter of its epochs or fewer, on CIFAR-100 half of the images. Most arms have one
 # seed. The shuffles use one permutation for each size of cells; another one of four quarters may well be harder or
 # easier. All models share one learning rate, and neither the CNN nor positional attention was given the chance to
 # choose its own.

@@ -87,9 +87,14 @@ def test_one_seed_borrows_the_pooled_spread_and_says_so():
     assert judge(claim("<", 6.1), [4.0], profile="desk", pooled_sd=(0.5, 2)).verdict == "cannot tell at this scale"
 
 
-def test_pooled_spread_is_left_alone_where_there_are_seeds():
-    verdict = judge(claim("<", 5), [1, 2, 3], profile="desk", pooled_sd=(100, 9))
-    assert verdict.interval[1] == pytest.approx(2 + T2 / np.sqrt(3)) and not verdict.note
+def test_the_spread_with_more_degrees_of_freedom_is_taken():
+    values = [1, 2, 3]  # s = 1 on 2 degrees of freedom
+    own = judge(claim("<", 5), values, profile="desk", pooled_sd=(100, 2))
+    assert own.interval[1] == pytest.approx(2 + T2 / np.sqrt(3)) and not own.note
+    lent = judge(claim("<", 5), values, profile="desk", pooled_sd=(0.3, 3))
+    assert lent.interval[1] == pytest.approx(2 + 3.182446 * 0.3 / np.sqrt(3)) and "3 seeds; spread pooled" in lent.note
+    agreeing = judge(claim("<", 1), [0, 0], profile="desk", pooled_sd=(2.0, 4))  # whole numbers that agree by chance
+    assert agreeing.interval[1] == pytest.approx(2.776445 * 2 / np.sqrt(2)) and agreeing.verdict.startswith("cannot")
 
 
 def test_one_seed_without_spread_cannot_tell():

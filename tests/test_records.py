@@ -226,7 +226,7 @@ def test_a_system_that_refuses_every_large_file(tmp_path):
 # Publishing and remembering
 
 
-def test_publishing_ships_the_weights_of_seed_0_and_the_measures_of_all(monkeypatch, no_training):
+def test_publishing_ships_the_final_weights_of_seed_0_and_the_measures_of_all(monkeypatch, no_training):
     first, second, spec = tiny(0), tiny(1), {"probe": "positions", "version": 1}
     put(first), put(second)
     both = obtain_many([first, second])
@@ -240,8 +240,10 @@ def test_publishing_ships_the_weights_of_seed_0_and_the_measures_of_all(monkeypa
     assert_same(obtain(second, train=False), undisturbed(second))  # who trained it has its weights
     shutil.rmtree(store.cache() / "records")
     shipped = obtain_many([first, second], train=False)
-    assert_same(shipped[first], undisturbed(first))
+    assert_same(shipped[first], {name: part for name, part in undisturbed(first).items() if name != "warmup"})
     assert shipped[second].weights is shipped[second].warmup is None
+    with pytest.raises(ValueError, match=f"the warmup of shapes {first.id} seed 0 are not kept here"):
+        shipped[first].model(at="warmup")
     assert shipped[second].measures == undisturbed(second)["measures"]
     with pytest.raises(ValueError, match=f"the weights of shapes {second.id} seed 1 are not kept here"):
         shipped[second].model()

@@ -69,3 +69,9 @@ def test_a_run_with_shuffle_trains_and_is_measured_on_shuffled_images(monkeypatc
     # 128 images of an epoch; at two milestones 500 for accuracy, 500 for the heads and 128 clean ones
     assert sum(seen) == 128 + 2 * (500 + 500 + 128)
     assert run.id != tiny(0, {"recipe.epochs": 1}).id
+
+
+@pytest.mark.parametrize(("cell", "stay"), [(16, 0), (8, 0), (4, 0), (2, 1), (1, 2)])
+def test_the_books_own_orders_move_nearly_every_cell(cell, stay):
+    order = cell_order((32, 32), cell)
+    assert (order == torch.arange(len(order))).sum() == stay

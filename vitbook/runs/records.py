@@ -75,7 +75,7 @@ class Record:
         weights = getattr(self, at)
         if weights is None:
             raise ValueError(
-                f"the {at} of {describe(self.run)} are not kept here: the book ships those of seed 0, "
+                f"the {at} of {describe(self.run)} are not kept here: the book ships the final weights of seed 0, "
                 "and the others stay in the cache of the machine that trained them"
             )
         return rebuild(self.run, weights, device)

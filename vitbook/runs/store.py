@@ -158,17 +158,24 @@ def write(spec: dict, result: dict, root: Path | None = None) -> Path:
     return place
 
 
-def publish(key: str) -> None:
-    """Copies a finished entry of the cache into the book, when ``make record`` asks for it (``VITBOOK_PUBLISH=1``).
+def recording() -> bool:
+    """Whether ``make record`` runs this page (``VITBOOK_PUBLISH=1``), with or without training: it may then measure
+    what is trained, for weights of other seeds than 0 stay on the machine that trained them."""
+    return bool(os.environ.get("VITBOOK_PUBLISH"))
 
-    The book carries the weights of seed 0 only, to stay small; every measure goes along.
+
+def publish(key: str) -> None:
+    """Copies a finished entry of the cache into the book, when ``make record`` asks for it.
+
+    To stay small, the book carries the final weights of seed 0 only; every measure goes along.
     """
-    if not os.environ.get("VITBOOK_PUBLISH") or (shipped() / key).exists():
+    if not recording() or (shipped() / key).exists():
         return
     result, content = read(key), _content(find(key), key)
     run = content["spec"].get("run")
-    if isinstance(run, dict) and run.get("seed", 0):
-        result = {name: part for name, part in result.items() if name not in content["files"]}
+    if isinstance(run, dict):
+        along = () if run.get("seed", 0) else ("weights",)
+        result = {name: part for name, part in result.items() if name not in content["files"] or name in along}
     write(content["spec"], result, shipped())
 
 

@@ -1,7 +1,9 @@
 """Claims and verdicts: a source's sentence as quantity, comparison and threshold, judged by rule.
 
 The rule: a claim *holds* (*does not hold*) when the 95 % interval of the quantity, a t interval over seeds, lies wholly
-on the claim's side (on the other side) of the threshold; else one *cannot tell at this scale*.
+on the claim's side (on the other side) of the threshold; else one *cannot tell at this scale*. Two or three seeds say
+little of their own spread (two of them: t = 12.7); that of the chapter's replicated configurations, pooled, stands in
+where it has more degrees of freedom.
 """
 
 from __future__ import annotations
@@ -158,8 +160,9 @@ def judge(
 ) -> Verdict:
     """The verdict on `claim` from `values`, one number a seed.
 
-    With one seed the spread `pooled_sd` = (sd, degrees of freedom) of the chapter's replicated configurations stands
-    in, see `pooled_spread`; without it one cannot tell. `exact=True` compares a single number without chance as it is.
+    `pooled_sd` = (sd of one value, degrees of freedom), see `pooled_spread`, stands in for the spread of the values
+    themselves when it has more degrees of freedom; with one seed and without it one cannot tell. `exact=True` compares
+    a single number without chance as it is.
     The profile "smoke" judges nothing. Raises ValueError for no value, for one that is not finite, for several with
     `exact`, and for "==" without a margin where chance is involved.
     """
@@ -178,12 +181,14 @@ def judge(
     elif len(seeds) == 1 and pooled_sd is None:
         verdict, note = UNSURE, "one seed, and no replicated configuration to take a spread from"
     else:
-        if len(seeds) == 1:
+        n = len(seeds)
+        if pooled_sd is not None and pooled_sd[1] > n - 1:
             deviation, dof = pooled_sd
-            note = f"one seed; spread pooled over replicated configurations: sd {number(deviation)}, {dof} d.o.f."
+            few = "one seed" if n == 1 else f"{n} seeds"
+            note = f"{few}; spread pooled over replicated configurations: sd {number(deviation)}, {dof} d.o.f."
         else:
-            deviation, dof = seeds.std(ddof=1) / math.sqrt(len(seeds)), len(seeds) - 1
-        half = float(stats.t.ppf(0.975, dof) * deviation)
+            deviation, dof = seeds.std(ddof=1), n - 1
+        half = float(stats.t.ppf(0.975, dof) * deviation / math.sqrt(n))
         interval = (value - half, value + half)
         verdict = _compare(claim, *interval)
     return Verdict(claim.id, verdict, value, interval, len(seeds), profile, tuple(records), note)
