@@ -66,7 +66,7 @@ from vitbook.measures.heads import measure_heads, neighbours, patch_distances
 from vitbook.measures.signals import measure_tokens, pair_similarity
 from vitbook.models.vit import ViTConfig
 from vitbook.runs import Profile, Recipe, Run, changed, choose, minutes, obtain_many, recording, remember
-from vitbook.runs.training import table_to_json
+from vitbook.runs.training import machine, table_to_json
 from vitbook.show import house_style, layer_profile, new_figure, pooled_spread, tidy, training_curves
 
 house_style()
@@ -535,7 +535,8 @@ def kept(key: tuple[str, int], measure: str, compute) -> pd.DataFrame | None:
 
     def rows() -> dict:
         data = load(run.data, "test", limit=probed)
-        return {"rows": table_to_json(compute(record.model().requires_grad_(False), data.normalise(data.images)))}
+        table = compute(record.model().requires_grad_(False), data.normalise(data.images))
+        return {"rows": table_to_json(table), "provenance": machine("cpu")}
 
     spec = {"run": run.id, "measure": measure, "images": probed, "version": 1}
     result = remember(spec, rows, make=(fresh or recording()) and record.weights is not None)

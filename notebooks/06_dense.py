@@ -508,7 +508,8 @@ def probed(record: Record) -> dict:
     answers, K = (known, train.labels), len(train.classes)
     found = {str(k): knn_scores(*answers, asked, K, k=k) for k in neighbours}
     found["linear"] = linear_probe(*answers, K)(asked)
-    return {name: accuracy(x, test.labels) for name, x in found.items()}
+    found = {name: accuracy(x, test.labels) for name, x in found.items()}
+    return found | {"provenance": machine(device)}
 
 
 def batches(data: ImageSet) -> Iterator[Tensor]:
@@ -557,7 +558,7 @@ def tokens(record: Record) -> dict:
     name = record.run.data
     data = load(name, SETS[name].splits[1], limit=counted, device=device)
     table = measure_tokens(record.model(device), batches(data))
-    return {"rows": table_to_json(table)}
+    return {"rows": table_to_json(table), "provenance": machine(device)}
 
 
 counted = 200 if scale.name == "smoke" else 1_000
