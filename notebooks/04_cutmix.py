@@ -176,7 +176,7 @@ tiny = {
 }  # fmt: skip
 desk = Profile("desk", small)
 scale = choose(profile, desk, Profile("smoke", tiny))
-scale.differences(cutmix)
+scale.differences(cutmix).drop(index="seeds")  # those follow below
 
 
 # %%
