@@ -515,6 +515,7 @@ def parts_from_baseline(arm: str, measure: str) -> float:
     return stays[stays].index.min()
 
 
+# %% tags=["hide-input"]
 def onset(table: pd.DataFrame) -> dict[str, float]:
     """The first milestone at which the mean over heads is below 98 % of uniform, and the nearest layer then."""
     below = table[table["all heads"] < 0.98 * uniform]
@@ -738,6 +739,7 @@ def apart(kind: str) -> pd.Series:
     return table.loc[on].min() / table.loc[off].max() if high else table.loc[on].max() / table.loc[off].min()
 
 
+# %%
 def lent(groups) -> tuple[float, int] | None:
     """The spread of a contrast over seeds, pooled over the four pairs."""
     groups = list(groups)
@@ -751,6 +753,7 @@ def points(arm: str, base: str) -> pd.Series:
 spreads = {m: lent(ratio(m, *pair) for pair in pairs.values()) for m in kinds.values()}
 spreads["accuracy"] = lent(points(*pair) for pair in pairs.values())
 
+# %%
 tested = {}  # name: values a seed, arms, spread to lend
 for kind, m in kinds.items():
     for key, pair in pairs.items():
@@ -788,18 +791,25 @@ claim_cards(claims, verdicts) if verdicts else missing
 
 
 # %% tags=["hide-input"]
-def answered() -> str:
-    """The sentence at the top of the page, made from the records."""
-    pair, near = against("+CutMix"), {name: of(name, "nearest head").mean() for name in ("Baseline", "Modern")}
-    mass = {name: results.loc["Modern", f"its {name}"].mean() for name in ("self", "CLS", "neighbours")}
-    most = max(mass, key=mass.get)
-    sure, when = "", ""
+def beyond_one_pair() -> tuple[str, str]:
+    """How sure the effect is over the whole design, and when it appears; empty where nothing can be said."""
+    sure = when = ""
     if found:
         low, high = found["all heads"].loc["CutMix", ["low", "high"]]
         sure = f"; over all eight recipes, its main effect lies between {low:+.3f} and {high:+.3f} at 95 %"
     heads, right = dates.loc["+CutMix", ["heads part", "accuracy parts"]]
     if not np.isnan([heads, right]).any():
         when = f" Its heads part from Baseline's by epoch {heads:.0f} of {schedule}, its accuracy by epoch {right:.0f}."
+    return sure, when
+
+
+# %% tags=["hide-input"]
+def answered() -> str:
+    """The sentence at the top of the page, made from the records."""
+    pair, near = against("+CutMix"), {name: of(name, "nearest head").mean() for name in ("Baseline", "Modern")}
+    mass = {name: results.loc["Modern", f"its {name}"].mean() for name in ("self", "CLS", "neighbours")}
+    most = max(mass, key=mass.get)
+    sure, when = beyond_one_pair()
     set_name = {"cifar100": "CIFAR-100"}.get(arms["Baseline"].data, f"`{arms['Baseline'].data}`")
     return (
         f"**On {set_name}, in a ViT of {config.depth} layers × {config.dim}, CutMix changes the mean distance over all "

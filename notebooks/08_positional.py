@@ -583,6 +583,7 @@ def knows(key: tuple, at: str = "weights") -> dict | None:
     return remember(spec | {"at": at}, measure, make=weights is not None)
 
 
+# %%
 untrained = []
 for seed in range(20):
     torch.manual_seed(seed)
