@@ -67,6 +67,7 @@ from vitbook.measures.positions import neighbour_similarity, position_similarity
 from vitbook.models.adapters import TimmConfig
 from vitbook.models.vit import ViTConfig
 from vitbook.runs import Profile, Recipe, Run, changed, choose, minutes, obtain_many, remember
+from vitbook.runs.training import machine
 from vitbook.show import distance_entropy_plane, house_style, layer_profile, new_figure
 from vitbook.show import pooled_spread, tidy, training_curves
 
@@ -575,12 +576,14 @@ def knows(key: tuple, at: str = "weights") -> dict | None:
     run = done[key]
     weights, model = getattr(records[run], at), run.model
 
-    def measure() -> dict[str, float]:
+    def measure() -> dict:
         similarity = position_similarity(weights["pos_embed"], model.prefix)
-        return neighbour_similarity(similarity, model.grid) | {"z inside": inside(similarity, model.grid)}
+        alike = neighbour_similarity(similarity, model.grid) | {"z inside": inside(similarity, model.grid)}
+        return {"alike": alike, "provenance": machine("cpu")}
 
-    spec = {"run": run.id, "measure": "position similarity", "version": 2}
-    return remember(spec | {"at": at}, measure, make=weights is not None)
+    spec = {"run": run.id, "measure": "position similarity", "version": 3}
+    entry = remember(spec | {"at": at}, measure, make=weights is not None)
+    return entry["alike"] if entry else None
 
 
 # %%
@@ -633,8 +636,12 @@ def draw(panels: dict[str, Tensor], columns: int) -> Figure:
 def embeddings(key: tuple, at: str) -> Tensor | None:
     """A recorded model's position embeddings [1,T,D], kept by themselves: the book ships no weights of earlier epochs."""
     weights = getattr(records[done[key]], at)
-    spec = {"run": done[key].id, "measure": "position embeddings", "at": at, "version": 1}
-    entry = remember(spec, lambda: {"positions": {"pos_embed": weights["pos_embed"]}}, make=weights is not None)
+
+    def keep() -> dict:
+        return {"positions": {"pos_embed": weights["pos_embed"]}, "provenance": machine("cpu")}
+
+    spec = {"run": done[key].id, "measure": "position embeddings", "at": at, "version": 2}
+    entry = remember(spec, keep, make=weights is not None)
     return entry["positions"]["pos_embed"] if entry else None
 
 

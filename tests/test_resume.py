@@ -40,7 +40,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(tmp_path):
     assert all(left.name.startswith(".new-") for left in (cache / "records").iterdir())
     record = obtain(run)
     assert_same(record, undisturbed(run))
-    assert record.provenance["sessions"] == 4  # three left an epoch each; this one loaded what was left
+    assert record.provenance["starts"] == 4  # three left an epoch each; this one loaded what was left
     assert not list(cache.glob("checkpoints/*"))
 
 
@@ -119,7 +119,7 @@ def test_the_number_of_threads_comes_from_the_checkpoint_and_does_not_stay(tmp_p
     result = training.fit(run, checkpoint)
     assert told == [3, 3, 3, 5]
     assert result["provenance"]["threads"] == 3
-    assert result["provenance"]["sessions"] == 2
+    assert result["provenance"]["starts"] == 2
 
 
 def test_a_finished_checkpoint_is_not_trained_again(tmp_path, monkeypatch):

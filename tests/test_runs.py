@@ -225,7 +225,7 @@ def test_provenance_without_git(monkeypatch):
     assert made["commit"] is made["modified"] is None
     assert made["data"]["train"] == load("shapes", "train").fingerprint
     assert made["data"]["images"] == 128
-    assert made["threads"] == made["sessions"] == 1
+    assert made["threads"] == made["starts"] == 1
     assert made["versions"]["torch"] == torch.__version__.partition("+")[0]
 
 

@@ -87,10 +87,10 @@ def fit(
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
     state = checkpoints.resume(checkpoint, run) if checkpoint else None
     plain = state["plain"] if state else {
-        "epoch": 0, "threads": torch.get_num_threads(), "precision": precision(device), "sessions": 0,
+        "epoch": 0, "threads": torch.get_num_threads(), "precision": precision(device), "starts": 0,
         "curves": {"epoch": [], "loss": [], "lr": [], "seconds": []}, "measures": [], "scaler": None,
     }  # fmt: skip
-    plain["sessions"] += 1
+    plain["starts"] += 1
     torch.set_num_threads(plain["threads"])
     with _seeded(run.seed, 0, device):
         model = run.model.build().to(device)
@@ -278,7 +278,7 @@ def machine(device: str) -> dict:
 def provenance(plain: dict, train: ImageSet, test: ImageSet, device: str) -> dict:
     """What a record says of its making."""
     return machine(device) | {
-        "threads": plain["threads"], "precision": plain["precision"], "sessions": plain["sessions"],
+        "threads": plain["threads"], "precision": plain["precision"], "starts": plain["starts"],
         "seconds": round(sum(plain["curves"]["seconds"]), 1),
         "data": {"train": train.fingerprint, "test": test.fingerprint, "images": len(train), "source": train.source},
     }  # fmt: skip
