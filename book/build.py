@@ -109,22 +109,24 @@ def write(path: Path, text: str) -> None:
 
 
 def pair() -> None:
-    """Write kernel and set-up cell into each chapter's text, and its notebook from that text (cell ids are kept)."""
-    source = SETUP_CELL.format(repository=address(), branch=BRANCH)
+    """Bring every chapter's notebook and the README's table of claims up to date."""
     for notebook in chapters():
-        text = notebook.with_suffix(".py")
-        # By way of a notebook, whose keys are sorted: text and notebook then have them in one order.
-        content = nbformat.reads(nbformat.writes(jupytext.read(text)), as_version=4)
-        setups = [cell for cell in content.cells if "colab" in cell.metadata.get("tags", [])]
-        if len(setups) != 1:
-            raise ValueError(
-                f"{text.name} has {len(setups)} cells tagged colab; a chapter has one, its first code cell"
-            )
-        setups[0].source = source
-        content.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": KERNEL}
-        write(text, as_text(content))
-        jupytext_cli(["--quiet", "--to", "ipynb", "--update", str(text)])
+        pair_chapter(notebook)
     write(ROOT / "README.md", filled((ROOT / "README.md").read_text(encoding="utf-8"), "claims", claims_table()))
+
+
+def pair_chapter(notebook: Path) -> None:
+    """Write kernel and set-up cell into a chapter's text, and its notebook from that text (cell ids are kept)."""
+    text = notebook.with_suffix(".py")
+    # By way of a notebook, whose keys are sorted: text and notebook then have them in one order.
+    content = nbformat.reads(nbformat.writes(jupytext.read(text)), as_version=4)
+    setups = [cell for cell in content.cells if "colab" in cell.metadata.get("tags", [])]
+    if len(setups) != 1:
+        raise ValueError(f"{text.name} has {len(setups)} cells tagged colab; a chapter has one, its first code cell")
+    setups[0].source = SETUP_CELL.format(repository=address(), branch=BRANCH)
+    content.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": KERNEL}
+    write(text, as_text(content))
+    jupytext_cli(["--quiet", "--to", "ipynb", "--update", str(text)])
 
 
 def as_text(content: nbformat.NotebookNode) -> str:
@@ -236,6 +238,7 @@ def record(name: str, profile: str, train: bool = True) -> None:
     last checkpoint. With ``train=False`` nothing is trained: the book gets what is finished by now.
     """
     (notebook,) = chapters([name])
+    pair_chapter(notebook)  # the text is what people edit: a notebook behind it would record what no page says
     check_parameters(notebook, parameters := {"profile": profile, "train": train})
     os.environ["VITBOOK_PUBLISH"] = "1"  # a record that is finished goes into the book, where `train=False` finds it
     before = records()

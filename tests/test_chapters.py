@@ -170,6 +170,14 @@ def test_record_of_what_is_finished_allows_no_training(small_book, monkeypatch):
     assert os.environ["VITBOOK_PUBLISH"] == "1"
 
 
+def test_record_runs_the_text_as_it_stands(small_book, monkeypatch):
+    monkeypatch.setenv("VITBOOK_PUBLISH", "")
+    text = small_book / "notebooks" / "01_small.py"
+    text.write_text(text.read_text().replace("[1.0, 1.25, 1.5]", "[0.5, 0.75, 1.0]"))  # and nobody paired
+    build.record("01_small", "desk")
+    assert [verdict["value"] for verdict in build.recorded_verdicts()] == [0.75]
+
+
 def test_pairing_again_changes_nothing_and_an_edit_keeps_cell_ids(small_book):
     text, notebook = small_book / "notebooks" / "01_small.py", small_book / "notebooks" / "01_small.ipynb"
     before = text.read_bytes(), notebook.read_bytes()
