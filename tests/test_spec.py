@@ -144,7 +144,7 @@ def test_fields_that_only_fit_together_are_changed_together():
 def test_differences_are_those_of_the_paper_in_a_table():
     profile = Profile("half", {"model.dim": 192, "model.depth": 7, "recipe.augment.cutmix": 0.5}, seeds=(0, 1))
     expected = pd.DataFrame(
-        {"paper": [384, 1.0, ""], "half": [192, 0.5, (0, 1)]},
+        {"paper": [384, 1.0, (0, 1, 2)], "half": [192, 0.5, (0, 1)]},
         index=pd.Index(["model.dim", "recipe.augment.cutmix", "seeds"], name="field"),  # the depth is the paper's
     )
     pd.testing.assert_frame_equal(profile.differences(FULL), expected, check_dtype=False)

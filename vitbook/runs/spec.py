@@ -151,7 +151,7 @@ class Profile:
         """
         scaled = self.scale(run)
         rows = {path: (_get(run, path), _get(scaled, path)) for path in self.changes}
-        rows = {path: pair for path, pair in rows.items() if pair[0] != pair[1]} | {"seeds": ("", self.seeds)}
+        rows = {path: pair for path, pair in rows.items() if pair[0] != pair[1]} | {"seeds": (PAPER.seeds, self.seeds)}
         table = pd.DataFrame.from_dict(rows, orient="index", columns=["paper", self.name]).rename_axis("field")
         return table if len(rows) > 1 else table.iloc[:, 1:]
 
