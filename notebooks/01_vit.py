@@ -39,7 +39,9 @@ from importlib.metadata import version
 
 repository, branch = "", "main"
 in_colab = importlib.util.find_spec("google") and importlib.util.find_spec("google.colab")
-if repository and in_colab and not os.path.exists("../pyproject.toml"):
+if in_colab and not os.path.exists("../pyproject.toml"):
+    if not repository:
+        raise RuntimeError("this copy names no public address: set Repository in pyproject.toml, then `make pair`")
     if not os.path.exists("vitbook-book"):  # it is there after a restart of the session
         subprocess.run(["git", "clone", "-q", "--depth=1", "-b", branch, repository, "vitbook-book"], check=True)
     os.chdir("vitbook-book/notebooks")

@@ -314,7 +314,14 @@ def row(
         asked = f"{'≤' if at_most else '≥'} {level}"
         required = not bf16 or precision("cpu") == "bf16"
         verdict = "met" if met else "NOT MET" if required else "not required here"
-    line = {"what": what, "ours": ours, "the other": theirs, "ratio": f"{ratio:.2f}", "asked for": asked, "": verdict}
+    line = {
+        "what": what,
+        "ours": ours,
+        "the other": theirs,
+        "ratio": f"{ratio:.2f}",
+        "asked for": asked,
+        "level": verdict,
+    }
     print("  ".join(line.values()), flush=True)
     return line
 
@@ -335,7 +342,7 @@ def main() -> None:
     part = OUT.with_suffix(".part")
     part.write_text(json.dumps({"machine": said, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
     os.replace(part, OUT)
-    sys.exit(any(line[""] == "NOT MET" for line in rows))
+    sys.exit(any(line["level"] == "NOT MET" for line in rows))
 
 
 if __name__ == "__main__":

@@ -245,9 +245,9 @@ def test_captured_maps_carry_gradients_and_float32():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: nn.Linear(1, 1), "capture cannot take a Linear; it takes timm's VisionTransformer"),
-        (lambda: ViT(**SMALL), "capture cannot take a ViT;"),
-        (lambda: timm.create_model("convnext_atto"), "capture cannot take a ConvNeXt;"),
+        (lambda: nn.Linear(1, 1), r"take a torch\.nn\.modules\.linear\.Linear; it takes timm's VisionTr"),
+        (lambda: ViT(**SMALL), r"capture cannot take a vitbook\.models\.vit\.ViT;"),
+        (lambda: timm.create_model("convnext_atto"), r"take a timm\.models\.convnext\.ConvNeXt;"),
         (lambda: timm_vit(attn_layer="diff", num_heads=2), r"the maps of DiffAttention \(block 0\)"),
         (lambda: timm.create_model("vit_base_patch16_xp_224", depth=1), "its block 0, a ParallelScalingBlock, has no"),
     ],
@@ -255,6 +255,14 @@ def test_captured_maps_carry_gradients_and_float32():
 def test_capture_refuses_by_name(build, message):
     with pytest.raises(ValueError, match=message):
         capture(build())
+
+
+@pytest.mark.parametrize("x", [torch.zeros(2, 3, 16, 16, dtype=torch.uint8), torch.zeros(3, 16, 16)])
+def test_raw_or_single_images_are_refused(x):
+    with pytest.raises(ValueError, match="normalised floats"):
+        capture(timm_vit())(x)
+    with pytest.raises(ValueError, match="normalised floats"):
+        ViT(**SMALL)(x)
 
 
 def test_attention_that_hides_its_maps_is_reported():

@@ -20,7 +20,7 @@ def test_what_is_not_recorded_says_what_would_record_it(tmp_path, no_training):
     run = tiny()
     with pytest.raises(NotRecorded, match=r"1 run is not recorded yet \(about 1 core-minutes\)") as error:
         obtain(run, train=False)
-    assert "`make record CHAPTER=… PROFILE=…` with the chapter's name and your profile" in str(error.value)
+    assert "`make record CHAPTER=… PROFILE=…` with the chapter's name and desk or paper" in str(error.value)
     assert f"shapes {run.id} seed 0: ViTConfig, 3 epochs" in str(error.value)
     assert not (tmp_path / "cache").exists()
 

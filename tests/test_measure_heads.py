@@ -186,5 +186,5 @@ def test_bad_input_is_refused_with_the_reason(call, message):
 
 
 def test_a_model_that_does_not_say_its_grid_is_pointed_to_capture():
-    with pytest.raises(ValueError, match=r"a Linear does not say its grid and prefix; wrap a timm model"):
+    with pytest.raises(ValueError, match=r"type Linear, does not say its grid and prefix; wrap a timm model"):
         measure_heads(torch.nn.Linear(3, 3), torch.zeros(1, 3, 8, 8))

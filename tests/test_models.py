@@ -310,9 +310,8 @@ def test_bad_shapes_are_refused(fields, message):
 
 def test_images_of_another_shape_are_refused():
     for shape in ((2, 3, 16, 20), (2, 1, 16, 16), (3, 16, 16)):
-        with pytest.raises(
-            ValueError, match=re.escape(f"images of shape {shape} do not fit a ViT for [B, 3, (16, 16)]")
-        ):
+        message = f"images of shape {shape}, torch.float32, do not fit a ViT for [B, 3, (16, 16)]"
+        with pytest.raises(ValueError, match=re.escape(message)):
             ViT(**SMALL)(torch.zeros(shape))
 
 

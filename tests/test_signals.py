@@ -151,6 +151,14 @@ TOKENS = torch.ones(2, 13, 5)
         (lambda: measure_tokens(lambda x, capture: None, TOKENS), "does not say its grid and prefix"),
         (lambda: measure_tokens(ViT(**SMALL), images(0, 3, 16, 16)), "no images to measure"),
         (
+            lambda: measure_tokens(lambda x, capture: (x, {}), TOKENS, grid=8, prefix=1),
+            r"grid=8: give rows and columns",
+        ),
+        (lambda: measure_tokens(lambda x: x, TOKENS, grid=(3, 4), prefix=1), "without an argument capture"),
+        (lambda: measure_tokens(lambda x, capture: x, TOKENS, grid=(3, 4), prefix=1), r"capture=True\) gave a Tensor"),
+        (lambda: measure_tokens(lambda x, **_: (x, [x]), TOKENS, grid=(3, 4), prefix=1), "gave a tuple"),
+        (lambda: patch_locality(TOKENS[None], (3, 4)), "a feature map of shape"),
+        (
             lambda: measure_tokens(lambda x, capture: (x, {"block0.attn": x}), TOKENS, grid=(3, 4), prefix=1),
             r"no intermediate named '….out'",
         ),

@@ -94,6 +94,9 @@ class Rows:
         return bad(f"{name}, row {number}", problem)
 
 
+PATTERNS = ("{stem}-{split}.parquet", "{stem}-{split}-*.parquet", "{stem}/{split}-*.parquet")  # of a folder's files
+
+
 def bad(where: str, problem: str) -> ValueError:
     """The error for data that are there but wrong."""
     return ValueError(
@@ -103,9 +106,8 @@ def bad(where: str, problem: str) -> ValueError:
 
 def find_parquet(folder: Path, spec: SetSpec, split: str) -> list[Path]:
     """The split's files in a folder, sorted by name; empty when the folder lacks the set."""
-    stem = spec.stem
-    for pattern in (f"{stem}-{split}.parquet", f"{stem}-{split}-*.parquet", f"{stem}/{split}-*.parquet"):
-        if files := sorted(folder.glob(pattern)):
+    for pattern in PATTERNS:
+        if files := sorted(folder.glob(pattern.format(stem=spec.stem, split=split))):
             return files
     return []
 

@@ -52,7 +52,10 @@ class ImageSet:
         Mean and deviation are the set's published ones unless given (a pretrained model brings its own).
         """
         if images.dtype != torch.uint8 or images.shape[-3:-2] != (3,):
-            raise ValueError(f"normalise takes uint8 [..., 3, H, W], got {images.dtype} {list(images.shape)}")
+            raise ValueError(
+                f"normalise takes uint8 [..., 3, H, W], got {images.dtype} {list(images.shape)}; permute(0, 3, 1, 2) "
+                "puts channels first, and (255 * x).round().to(torch.uint8) makes bytes of floats in 0..1"
+            )
         scale = torch.tensor([mean or self.mean, std or self.std])[..., None, None]
         mean, std = scale.to(images.device, non_blocking=True)
         return images.to(torch.float32).div_(255).sub_(mean).div_(std)
@@ -83,7 +86,10 @@ def load(
     DataUnavailable when no origin has the set.
     """
     if name not in SETS:
-        raise ValueError(f"unknown data set {name!r}; there are {', '.join(SETS)}")
+        raise ValueError(
+            f"unknown data set {name!r}; there are {', '.join(SETS)}. (Measures take any normalised images; to train "
+            "on another set, describe it in vitbook/data/origins.py)"
+        )
     spec = SETS[name]
     if split not in spec.splits:
         raise ValueError(f"{name} has no split {split!r}; there are {', '.join(spec.splits)}")
@@ -134,7 +140,8 @@ def _obtain(name: str, split: str, root: str | os.PathLike | None) -> ImageSet:
     if not folder:
         tried.append("Parquet files: no root given and VITBOOK_DATA not set")
     elif not files:
-        tried.append(f"Parquet files: no {spec.stem}-{split}.parquet in {folder}")
+        wanted = " or ".join(pattern.format(stem=spec.stem, split=split) for pattern in origins.PATTERNS)
+        tried.append(f"Parquet files: no {wanted} in {folder}")
     signature = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
     try:

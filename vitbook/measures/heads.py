@@ -47,9 +47,10 @@ def check_attention(attn: Tensor, grid: Grid, prefix: int = 1, leaky: bool = Fal
     """
     T = prefix + grid[0] * grid[1]
     if attn.ndim != 4 or attn.shape[-2:] != (T, T):
+        remedy = "a batch of one is attn[None]" if attn.ndim == 3 else "give the grid of these images and the prefix"
         raise ValueError(
             f"attention of shape {tuple(attn.shape)} does not match the grid {tuple(grid)} with {prefix} tokens in "
-            f"front, [B, H, {T}, {T}]; give the model's own grid and prefix"
+            f"front, [B, H, {T}, {T}]; {remedy}"
         )
     total = attn.sum(-1)
     low, high, least = total.amin().item(), total.amax().item(), attn.amin().item()
@@ -115,12 +116,13 @@ def rollout(attns: list[Tensor]) -> Tensor:
     ``attns``: one [B,H,T,T] a layer, first layer first. Later layers multiply from the left. A part of the list gives
     the rollout up to that layer. Row 0 without the prefix columns is the CLS map.
     """
-    if not attns:
-        raise ValueError("rollout of no layers; give a list with one [B,H,T,T] a layer")
-    B, _, T, _ = attns[0].shape
-    result = torch.eye(T, device=attns[0].device).expand(B, T, T)
+    if isinstance(attns, Tensor) or not attns:
+        raise ValueError("rollout of no layers, or of one alone; give a list with one [B,H,T,T] a layer")
+    T = attns[0].shape[-1]
     for attn in attns:
         check_attention(attn, (1, T), 0)
+    result = torch.eye(T, device=attns[0].device).expand(len(attns[0]), T, T)
+    for attn in attns:
         result = 0.5 * (attn.float().mean(1) @ result + result)
     return result
 
@@ -129,6 +131,10 @@ def cls_maps(attn: Tensor, grid: Grid, prefix: int = 1) -> Tensor:
     """What CLS looks at: [B,H,T,T] (or [B,T,T], a rollout) → [B,H,rows,columns] (or [B,rows,columns])."""
     if prefix < 1:
         raise ValueError("prefix=0: a model without CLS has no CLS map; choose a patch as the query")
+    if attn.shape[-1] != prefix + grid[0] * grid[1]:
+        raise ValueError(
+            f"maps over {attn.shape[-1]} tokens are not a grid {tuple(grid)} with {prefix} tokens in front"
+        )
     return attn[..., 0, prefix:].unflatten(-1, tuple(grid))
 
 

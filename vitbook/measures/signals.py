@@ -7,7 +7,8 @@ three in a corner); the mean over its neighbours, then over patches, then over i
 have become one, so the mean over *all pairs* of an image's patches is given beside it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import Parameter, signature
 
 import pandas as pd
 import torch
@@ -15,6 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Grid = tuple[int, int]
+CALLED = (
+    "a model to measure is called as model(images, capture=True) and gives (logits [B,K], {'block0.attn': [B,H,T,T], "
+    "'block0.out': [B,T,D], …}), what is to be measured of them; adapters.capture(model) makes that of timm's models"
+)
 
 
 @torch.no_grad()
@@ -26,6 +31,9 @@ def outputs(
     ``images``: normalised [n,3,rows,columns] or an iterable of such batches. A module runs in evaluation mode, in
     float32 without gradients, and has its modes back at the end.
     """
+    known = signature(model.forward if isinstance(model, nn.Module) else model).parameters.values()
+    if not any(p.name == "capture" or p.kind is Parameter.VAR_KEYWORD for p in known):
+        raise ValueError(f"a {type(model).__name__} without an argument capture: {CALLED}")
     modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
     empty = True
     try:
@@ -36,6 +44,9 @@ def outputs(
                 empty = False
                 with torch.autocast(x.device.type, enabled=False):
                     result = model(x, capture=capture)
+                pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)
+                if capture and not (pair and isinstance(result[1], Mapping)):
+                    raise ValueError(f"model(images, capture=True) gave a {type(result).__name__}: {CALLED}")
                 yield result
                 del result  # not to be kept beside the next
     finally:
@@ -49,10 +60,13 @@ def places(model: Callable, grid: Grid | None = None, prefix: int | None = None)
     """Grid (rows, columns) and tokens in front, the model's own unless given."""
     if (grid is None and not hasattr(model, "grid")) or (prefix is None and not hasattr(model, "prefix")):
         raise ValueError(
-            f"a {type(model).__name__} does not say its grid and prefix; wrap a timm model as adapters.capture(model), "
-            "or give grid= and prefix="
+            f"the model, of type {type(model).__name__}, does not say its grid and prefix; wrap a timm model as "
+            "adapters.capture(model), or give grid= and prefix="
         )
-    return tuple(model.grid if grid is None else grid), model.prefix if prefix is None else prefix
+    grid = model.grid if grid is None else grid
+    if not isinstance(grid, tuple | list) or len(grid) != 2:
+        raise ValueError(f"grid={grid!r}: give rows and columns of patches, such as (8, 8)")
+    return tuple(grid), model.prefix if prefix is None else prefix
 
 
 def block_outputs(kept: dict[str, Tensor], grid: Grid, prefix: int) -> list[Tensor]:
@@ -67,6 +81,11 @@ def block_outputs(kept: dict[str, Tensor], grid: Grid, prefix: int) -> list[Tens
 
 def check_tokens(tokens: Tensor, grid: Grid, prefix: int) -> None:
     """Raises ``ValueError`` unless ``tokens`` is [B,T,D], T = prefix + rows · columns."""
+    if tokens.ndim == 4:
+        raise ValueError(
+            f"a feature map of shape {tuple(tokens.shape)}, not tokens [B,T,D]: of models of windows and of CNNs, "
+            "heads or blocks can be measured, tokens cannot"
+        )
     T = prefix + grid[0] * grid[1]
     if tokens.ndim != 3 or tokens.shape[1] != T:
         raise ValueError(

@@ -30,7 +30,11 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         return [block for stage in model.layers for block in stage.blocks]
     if isinstance(model, ResNet):
         return [block for name, stage in model.named_children() if name.startswith("layer") for block in stage]
-    raise ValueError(f"capture cannot take a {type(model).__name__}; it takes {TAKEN}")
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    raise ValueError(
+        f"capture cannot take a {kind}; it takes {TAKEN}. Unwrap what torch.compile or DataParallel gave (._orig_mod, "
+        ".module); for another model write the call that measure_heads describes"
+    )
 
 
 class Captured:
@@ -124,6 +128,11 @@ class Captured:
 
     def __call__(self, x: Tensor, capture: bool = True) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Normalised images [B,3,rows,columns] → (logits [B,K], intermediates); with ``capture=False``, logits."""
+        if x.ndim != 4 or not x.is_floating_point():
+            raise ValueError(
+                f"images are {x.dtype} {list(x.shape)}; normalised floats [B, 3, rows, columns] are needed, such as "
+                "data.normalise(images, mean, std) gives"
+            )
         modes = [(module, module.training) for module in self.model.modules()]
         kept: dict[str, Tensor] = {}
         try:

@@ -184,8 +184,11 @@ class ViT(nn.Module):
 
         ``fused`` as in :class:`~vitbook.models.attention.Attention`; the explicit and the fused path give equal logits.
         """
-        if x.shape[1:] != (3, *pair(self.config.image)):
-            raise ValueError(f"images of shape {tuple(x.shape)} do not fit a ViT for [B, 3, {pair(self.config.image)}]")
+        if x.shape[1:] != (3, *pair(self.config.image)) or not x.is_floating_point():
+            raise ValueError(
+                f"images of shape {tuple(x.shape)}, {x.dtype}, do not fit a ViT for [B, 3, {pair(self.config.image)}], "
+                "normalised floats"
+            )
         x = self.patch_embed(x)
         front = [t.expand(len(x), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         x = torch.cat([*front, x], 1)

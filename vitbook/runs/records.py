@@ -206,7 +206,7 @@ def _how_to_record(missing: list[Run]) -> str:
     return (
         f"{len(missing)} run{'s are' if len(missing) > 1 else ' is'} not recorded yet (about "
         f"{math.ceil(sum(minutes(r) for r in missing))} core-minutes). `make record CHAPTER=… PROFILE=…` "
-        f"with the chapter's name and your profile records them, and so does obtain(run):\n{names}"
+        f"with the chapter's name and desk or paper records them, and so does obtain(run):\n{names}"
     )
 
 

@@ -69,8 +69,8 @@ class Run:
         made = is_dataclass(self.model) and not isinstance(self.model, type)
         if not made or not hasattr(self.model, "build") or not hasattr(self.model, "flops"):
             raise ValueError(
-                f"model={self.model!r} is no model config; "
-                "give ViTConfig(…) or another frozen dataclass with build() and flops()"
+                f"model={self.model!r:.100} is no model config; give ViTConfig(…) or another frozen dataclass with "
+                "build() and flops(). (To measure a trained module no Run is needed)"
             )
         whole = all(type(n) is int for n in (self.seed, self.shuffle, 1 if self.limit is None else self.limit))
         if not whole or self.seed < 0 or self.shuffle < 0 or (self.limit is not None and self.limit < 1):
