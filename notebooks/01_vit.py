@@ -125,7 +125,7 @@ def cut(images, p):
 patches = cut(x, p)
 print("images", list(x.shape), "→ patches", list(patches.shape))
 
-# %% mystnb={"figure": {"caption": "From an image to a set. Left: the image. Middle: the same pixels, cut into an 8 \u00d7 8 grid of patches; this is how *we* go on drawing them. Right: what the model is given, a list of 64 patches. That the ninth stands below the first is nowhere in it.", "name": "fig-patches"}, "image": {"alt": "One small image three times: whole, with white gaps between its 64 patches, and as two long rows of separate patches."}} tags=["hide-input"]
+# %% mystnb={"figure": {"caption": "From an image to a set. Left: the image. Middle: the same pixels, cut into an 8 \u00d7 8 grid of patches; this is how *we* go on drawing them. Right: what the model is given, a list of 64 patches. That the ninth stands below the first is nowhere in it.", "name": "fig-patches"}, "image": {"alt": "One small image three times: whole, with white gaps between its 64 patches, and as four long rows of sixteen separate patches."}} tags=["hide-input"]
 tiles = cut(photo[None], p).reshape(N, 3, p, p).permute(0, 2, 3, 1)
 
 
@@ -236,8 +236,9 @@ print(f"{'chance alone':>18}: mean cosine +0.000 ± {D**-0.5:.3f}")
 #
 # Attention is how tokens exchange what they hold {cite}`vaswani2017attention`. First every token is put on a common
 # scale (*layer norm*: subtract its mean, divide by its deviation, then a learned gain and offset per channel). Then
-# each token makes three shorter vectors of width $d = D/H$: a **query** $q_i$, what it asks for; a **key** $k_j$, what
-# it can be found by; a **value** $v_j$, what it has to give. A head compares each query with each key and turns the
+# each token makes three shorter vectors of width $d = D/H$, by three learned matrices ($q_i = W_q z_i + b_q$ for the
+# normalised token $z_i$, and so on): a **query** $q_i$, what it asks for; a **key** $k_j$, what it can be found by; a
+# **value** $v_j$, what it has to give. A head compares each query with each key and turns the
 # scores of one query into weights that sum to one:
 #
 # $$A_{ij} = \frac{\exp(q_i \cdot k_j / \sqrt d)}{\sum_{m} \exp(q_i \cdot k_m / \sqrt d)}, \qquad
@@ -476,8 +477,8 @@ table
 # %% [markdown]
 # What we could read of the paper says "about 2.4 M" and nothing of the MLP's ratio. The formula settles it, for a
 # standard block: among whole ratios only $r = 2$ gives that count ($r = 4$ would give 3.6 M). Nearly all weights sit in
-# the blocks, and no block weight depends on $T$: all tokens share them. The table of positions, all that the model will
-# ever know about the plane, is half a per cent of it.
+# the blocks, and no block weight depends on $T$: all tokens share them. The table of positions, the only weights that
+# are tied to a place, is half a per cent of it.
 #
 # ## Counting the work
 #
@@ -501,7 +502,7 @@ print(f"half of a block at T = (2 + r) D = {(2 + r) * D}")
 
 # %% [markdown]
 # So at 65 tokens attention's two products are a small part of the bill. They become the larger part of a block only
-# beyond $T = (2 + r)D$ tokens. To see it, cut the same image ever finer: halving the patch doubles $N$ along a side.
+# beyond $T = (2 + r)D$ tokens. To see it, cut the same image ever finer: half the patch's side means twice the patches along each side.
 # The next cell times two blocks of each such model on this very machine, once with attention written out as above and
 # once with PyTorch's *fused* attention, which does the same sums without ever writing the $T \times T$ table down.
 
@@ -670,8 +671,8 @@ assert apart < 1e-4 * size
 # Where, then, can a sense of *near* come from? From two places only.
 #
 # 1. **The images.** In photographs, patches that touch resemble each other and belong together; their statistics tell a
-#    model which places are close, if it listens. That gradient descent does listen, in a world made for proofs,
-#    is what {cite:t}`jelassi2022spatial` show (source D, chapter 07).
+#    model which places are close, if it listens. That descent can find patches which carry the label together, near or
+#    not, is what {cite:t}`jelassi2022spatial` show, in a world made for proofs (source D, chapter 07).
 # 2. **The recipe.** Training images are rarely shown as they are. A random crop slides the picture by a few pixels
 #    across the edges of patches; CutMix {cite}`yun2019cutmix` pastes *rectangles*. Both are defined on the plane, both
 #    break the symmetry above, and so both can whisper about neighbours. {cite:t}`santiago2026cutmix` say that CutMix
@@ -683,7 +684,8 @@ assert apart < 1e-4 * size
 # instrument says how far a head looks: the **mean attention distance**, the distance $\Delta_{ij}$ between the centres
 # of patches $i$ and $j$, weighted by attention, averaged over queries and images. CLS has no place, so it is left out
 # and the rest of the row is divided by its sum (the next chapter says what hangs on that). A head that looks
-# everywhere alike would read the mean of all pairs:
+# everywhere alike would read the mean of all pairs, each patch with itself included. (The other columns are chapter
+# 02's: entropy, and the weight on the patch itself, on CLS and on the neighbours.)
 
 # %%
 uniform = patch_distances((h, w), "px", p).mean().item()
@@ -701,8 +703,8 @@ figure.axes[0].set_ylim(0, 20)
 figure
 
 # %% [markdown]
-# So this is zero on our scale, for every layer: about 16.5 px, an entropy just below $\ln 65 = 4.174$, and one part in
-# 65 on each key. In later chapters the same picture is taken after training. Heads will have left this line, some far
+# So this line, about 16.5 px, is our mark for *no preference*, and with it go an entropy just below $\ln 65 = 4.174$ and
+# one part in 65 on each key. In later chapters the same picture is taken after training. Heads will have left this line, some far
 # down, and the book asks which, when, why, and what for.
 #
 # ## Limits, and what the sources leave unsaid
