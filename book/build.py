@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,11 +34,6 @@ from jupytext.config import load_jupytext_config
 
 from vitbook.show import Verdict, load_claims, scoreboard
 from vitbook.show.cards import MIME as VERDICT_MIME
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOK, NOTEBOOKS = ROOT / "book", ROOT / "notebooks"

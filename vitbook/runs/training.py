@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -269,7 +269,7 @@ def machine(device: str) -> dict:
     return {
         "commit": git("rev-parse", "HEAD") if ours else None,
         "modified": bool(git("status", "--porcelain", "--", here)) if ours else None,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {p: version(p) for p in LIBRARIES},
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else name,
     }
