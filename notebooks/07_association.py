@@ -277,8 +277,10 @@ tidy(by_kind, 3) if len(linear_errors) else missing
 # show, and values $\langle v, X_j\rangle$ with a single vector $v$:
 #
 # $$
-# S_{ij} = \frac{e^{A_{ij}}}{\sum_k e^{A_{ik}}}, \qquad O_i = D \sum_{j} S_{ij}\, \langle v, X_j\rangle, \qquad
+# \begin{gathered}
+# S_{ij} = \frac{e^{A_{ij}}}{\sum_k e^{A_{ik}}}, \qquad O_i = D \sum_{j} S_{ij}\, \langle v, X_j\rangle, \\
 # F(X) = \sum_{i=1}^{D} \sigma(O_i), \qquad \sigma(o) = o^p + \nu\, o ,
+# \end{gathered}
 # $$
 #
 # with an odd $p \ge 3$. The answer is the sign of $F$. We read $A_{ij}$ as the similarity $\langle e_i, e_j\rangle$ of
@@ -322,10 +324,13 @@ history.curves.set_index("step").loc[steps, ["loss", "accuracy", "recovery", "re
 
 
 # %% tags=["hide-input"]
+greyed = colormaps["inferno"].with_extremes(bad="0.6")  # a patch itself
+
+
 def matrix(axes: Axes, A: torch.Tensor, order: torch.Tensor) -> None:
-    """A with its rows and columns in that order, the diagonal blank."""
+    """A with its rows and columns in that order, the diagonal in grey."""
     picture = A.masked_fill(torch.eye(D, dtype=torch.bool), torch.nan)
-    axes.imshow(picture[order][:, order], vmin=-1, vmax=4)
+    axes.imshow(picture[order][:, order], vmin=-1, vmax=4, cmap=greyed)
 
 
 # %% tags=["hide-input"]
@@ -339,7 +344,7 @@ def state(index: int) -> widgets.HTML:
     query = D // 2 + grid[1] // 2
     look = A[query].index_fill(0, torch.tensor(query), -torch.inf).softmax(0)  # what it gives to others, as in `mass`
     look[query] = torch.nan
-    right.imshow(look.view(grid), vmin=0, vmax=0.2, cmap=colormaps["viridis"].with_extremes(bad="0.6"))
+    right.imshow(look.view(grid), vmin=0, vmax=0.2, cmap=greyed)
     mark(right, world.sets == world.sets[query], "white")
     bare(right, title="where one patch looks, itself in grey", xlabel=f"mass in the set, all rows: {row.mass:.2f}")
     figure.savefig(buffer := BytesIO(), format="png", dpi=110)
@@ -449,7 +454,7 @@ likeness = np.corrcoef(back.flatten(), history.scores[-1].flatten())[0, 1]
 print(f"correlation of the two A after undoing the permutation: {likeness:.5f}")
 scrambled.curves[["step", "accuracy", "recovery", "mass"]].round(3)
 
-# %% mystnb={"figure": {"caption": "A after training on scrambled pictures. Left: rows in the order of their places, no pattern to be seen. Middle: the same numbers with the permutation undone. Right: the model that was trained on tiles. Rows are in raster order here, so a tile shows as four squares of two by two, two on the diagonal and two ten places beside it; the tiles of one grid row line up. The diagonal is blank.", "name": "fig-association-hidden"}, "image": {"alt": "Three pictures of the matrix A: without pattern, and twice with the same regular pattern."}} tags=["hide-input"]
+# %% mystnb={"figure": {"caption": "A after training on scrambled pictures. Left: rows in the order of their places, no pattern to be seen. Middle: the same numbers with the permutation undone. Right: the model that was trained on tiles. Rows are in raster order here, so a tile shows as four squares of two by two, two on the diagonal and two ten places beside it; the tiles of one grid row line up. The diagonal is grey.", "name": "fig-association-hidden"}, "image": {"alt": "Three pictures of the matrix A: without pattern, and twice with the same regular pattern."}} tags=["hide-input"]
 figure = new_figure(2.7)
 for axes, A, title in zip(
     figure.subplots(1, 3),
@@ -649,7 +654,9 @@ figure if len(coupled) else missing
 
 # %% tags=["hide-input"]
 ends = coupled[coupled.step == coupled.step.max()] if len(coupled) else coupled
-tidy(ends.groupby("process", sort=False).mean(numeric_only=True).drop(columns="seed"), 4) if len(ends) else missing
+tidy(ends.groupby("process", sort=False).mean(numeric_only=True).drop(columns=["seed", "step"]), 4) if len(
+    ends
+) else missing
 
 # %% [markdown]
 # *rest* is the length of the part of $v$ that is orthogonal to $w^*$; the columns *sd* say how far the entries of $A$
