@@ -633,6 +633,7 @@ def answered() -> str:
     gain = {step: values("accuracy", step, last).mean() for step, last in before.items() if step not in ("6a", "6b")}
     most, least = max(gain, key=gain.get), min(gain, key=gain.get)
     first, last = means.loc["3"], means.loc["8"]
+    where = " and then ".join(f"{row['nearest layer']:g}" for row in (first, last))
     stage = " and ".join(f"{100 * row['nearest of uniform']:.0f} %" for row in (first, last))
     return (
         f"**On {data}, a ViT of {shape.depth} layers × {shape.dim} goes from {means.accuracy['1']:.1f} % at the foot of "
@@ -640,7 +641,8 @@ def answered() -> str:
         f"{gain[most]:+.1f} points), the least favourable that of step {least} ({names[least]}, {gain[least]:+.1f}); "
         f"from the first fine-grained model to the last, layer 1 goes from {first['layer 1']:.1f} to "
         f"{last['layer 1']:.1f} px and all heads together from {first['all heads']:.1f} to {last['all heads']:.1f} px, "
-        f"where looking everywhere gives {uniform['8']:.1f} px; the nearest layer, wherever it is, has {stage} of that.**"
+        f"where looking everywhere gives {uniform['8']:.1f} px; the nearest layer, wherever it is ({where}), has {stage} of "
+        "that.**"
     )
 
 
