@@ -633,7 +633,8 @@ def answered() -> str:
     gain = {step: values("accuracy", step, last).mean() for step, last in before.items() if step not in ("6a", "6b")}
     most, least = max(gain, key=gain.get), min(gain, key=gain.get)
     first, last = means.loc["3"], means.loc["8"]
-    where = " and then ".join(f"{row['nearest layer']:g}" for row in (first, last))
+    found = [sorted(set(results["nearest layer"][step])) for step in ("3", "8")]  # over seeds
+    where = " and then ".join(" or ".join(f"{layer:g}" for layer in layers) for layers in found)
     stage = " and ".join(f"{100 * row['nearest of uniform']:.0f} %" for row in (first, last))
     return (
         f"**On {data}, a ViT of {shape.depth} layers × {shape.dim} goes from {means.accuracy['1']:.1f} % at the foot of "
