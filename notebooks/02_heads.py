@@ -739,7 +739,7 @@ answer.update(Markdown(answered() if records else unanswered))
 #
 # You have 5,000 training images and 20 epochs. Train once with CutMix, once with crop and flip only, from the same
 # seed. **Predict first:** which model ends with the smaller mean distance? Which is more accurate? Which head of which
-# layer looks nearest? Then set `try_it = True`: two models side by side, some three minutes on two idle cores. The
+# layer looks nearest? Then set `try_it = True`: two models side by side, some four minutes on two idle cores. The
 # check says whether you have measured soundly, not whether you have guessed well. And the harder question: with one
 # seed an arm, how large a difference would you believe? (Write `base = replace(desk.scale(paper), seed=1)` and find
 # out.)

@@ -124,11 +124,11 @@ tiny |= {"recipe.epochs": lambda n: n // 100, "recipe.warmup": lambda n: n // 10
 smoke = Profile("smoke", tiny | {"recipe.batch": 64, "recipe.lr": 3e-3})
 scale = choose(profile, smoke, desk)
 
-seeds = {"4": (0, 1), "8": (0, 1)} if scale.name == "desk" else {}  # the other steps have the profile's own
+seeds = dict.fromkeys(("3", "4", "8"), (0, 1)) if scale.name == "desk" else {}  # the other steps have the profile's own
 runs = {step: scale.with_changes(seeds=seeds.get(step, scale.seeds)).runs(run) for step, run in ladder.items()}
 everything = [run for many in runs.values() for run in many]
 records = obtain_many(everything, train=train or scale.name == "smoke", partial=True)
-scale.differences(ladder["8"]).drop(index="seeds")  # steps 4 and 8 have more than the others
+scale.differences(ladder["8"]).drop(index="seeds")  # steps 3, 4 and 8 have more than the others
 
 # %% [markdown]
 # What to expect of each step, in accuracy and in patience. The scores are source B's, for its own model; for the model
@@ -683,7 +683,7 @@ answer.update(Markdown((answered() if whole else waiting) + (f"\n\nClaims: {tall
 #
 # *Does warmup help, or was the rate too high?* Take step 3's model, 5,000 training images and 20 epochs; train it with
 # no warmup and with two epochs of it, at a gentle peak rate (5e-4) and at this page's (3e-3). **Predict first:** at which
-# rate does warmup bring more? Does the nearest layer move with it? Then set `try_it = True`: four small models, some seven
+# rate does warmup bring more? Does the nearest layer move with it? Then set `try_it = True`: four small models, some eight
 # minutes on two idle cores. The check asserts that the arms differ in what they should and in nothing else. Then the
 # harder question: replace warmup by `clip=1.0`. If that does as much, what did warmup repair?
 
