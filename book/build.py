@@ -246,8 +246,9 @@ def record(name: str, profile: str, train: bool = True) -> None:
     finally:
         print(f"{len(records() - before)} new records in {RECORDS}, {len(records())} in all")
     claims = load_claims(CLAIMS)
-    known = {(verdict["claim"], verdict["profile"]): verdict for verdict in [*recorded_verdicts(), *fresh]}
-    kept = [known[key] for key in sorted(known) if key[0] in claims]
+    rest = {claim.id for claim in claims.values() if claim.chapter != name}
+    others = [v for v in recorded_verdicts() if v["claim"] in (rest if v["profile"] == profile else claims)]
+    kept = sorted([*others, *fresh], key=lambda v: (v["claim"], v["profile"]))  # what the page no longer says goes
     write(VERDICTS, json.dumps(kept, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     pair()
     judged = {verdict["claim"] for verdict in fresh}
@@ -258,7 +259,7 @@ def record(name: str, profile: str, train: bool = True) -> None:
 
 def records() -> set[str]:
     """The ids of the records that the book ships."""
-    return {path.parent.name for path in RECORDS.glob("*/record.json")}
+    return {path.parent.name for path in RECORDS.glob("[0-9a-f]*/record.json")}
 
 
 # --- the site ---------------------------------------------------------------------------------------------------------
@@ -267,7 +268,7 @@ def records() -> set[str]:
 def stage() -> None:
     """Lay the book's own pages and settings beside the executed chapters, with tables filled and buttons set."""
     for path in [*BOOK.glob("*.md"), BOOK / "references.bib", BOOK / "_toc.yml"]:
-        shutil.copy(path, STAGING)
+        shutil.copy(path, STAGING / path.name)
     shutil.copytree(BOOK / "_static", STAGING / "_static", dirs_exist_ok=True)
     index, machine = STAGING / "index.md", STAGING / "machine.md"
     write(index, filled(index.read_text(encoding="utf-8"), "claims", claims_table()))
@@ -293,6 +294,8 @@ def bench_table(figures: dict) -> str:
 
 def site() -> None:
     """Build the site from the staging folder; any warning is an error. Raises SystemExit with the builder's status."""
+    if not (STAGING / "notebooks").is_dir():
+        raise ValueError("no chapter is executed yet: `make book` executes them, then builds the site")
     stage()
     # A rebuild from Sphinx's cache repeats no warnings and keeps pages of chapters that are gone: always afresh.
     shutil.rmtree(SITE.parent, ignore_errors=True)

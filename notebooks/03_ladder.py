@@ -58,13 +58,12 @@ from dataclasses import replace
 from math import log, sqrt
 
 import pandas as pd
-from scipy import stats
 
 from vitbook.data import Augment
 from vitbook.measures.heads import neighbours, patch_distances
 from vitbook.models.vit import ViTConfig
 from vitbook.runs import Profile, Recipe, Run, choose, minutes, obtain_many
-from vitbook.show import house_style, layer_profile, new_figure, pooled_spread, tidy, training_curves
+from vitbook.show import half_interval, house_style, layer_profile, new_figure, pooled_spread, tidy, training_curves
 
 house_style()
 
@@ -290,7 +289,8 @@ units = {"accuracy": "points", "layer 1": "px", "all heads": "px"}
 pooled = {f"{name} ({unit})": spread(name) or (float("nan"), 0) for name, unit in units.items()}
 floor = pd.DataFrame(pooled, index=["s over seeds", "degrees of freedom"]).T
 floor.insert(1, "√2 s: of a difference", sqrt(2) * floor["s over seeds"])
-floor["smallest that one pair can show"] = stats.t.ppf(0.975, floor["degrees of freedom"]) * floor.iloc[:, 1]
+least = {name: half_interval(s, 1, 1) if s[1] else float("nan") for name, s in pooled.items()}
+floor["smallest that one pair can show"] = pd.Series(least)
 tidy(floor, 3).astype({"degrees of freedom": int})
 
 # %% [markdown]

@@ -954,7 +954,7 @@ if paths["fresh"]:
 
 # %%
 if paths["slow"]:
-    asked["slow-never-falls"] = (dynamics["slow"], [path.alpha.iloc[-1] / path.alpha.max() for path in paths["slow"]])
+    asked["slow-never-falls"] = (dynamics["slow"], [(p.alpha / p.alpha.cummax()).min() for p in paths["slow"]])
 if len(coupled):
     gamma = ends.set_index("seed").groupby("process").gamma
     asked["coupling"] = (coupled, gamma.get_group("realistic") / gamma.get_group("reduced"))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vitbook.show import Claim, Verdict, claim_cards, judge, load_claims, pooled_spread, scoreboard
+from vitbook.show import Claim, Verdict, claim_cards, half_interval, judge, load_claims, pooled_spread, scoreboard
 
 T2 = 4.302652729911275  # Student's t, 97.5 %, two degrees of freedom, from a printed table
 CLAIM = Claim(
@@ -77,6 +77,11 @@ def test_verdict_by_side_of_the_threshold(comparison, threshold, margin, expecte
     assert judge(claim(comparison, threshold, margin), [1, 2, 3], profile="desk").verdict == expected
 
 
+def test_half_an_interval_of_a_mean_and_of_a_difference():
+    assert half_interval((2.0, 1), 1) == pytest.approx(2 * 12.7062, rel=1e-5)  # Student's t at 97.5 %, 1 d.o.f.
+    assert half_interval((2.0, 4), 3, 6) == pytest.approx(2.7764 * 2 * (1 / 3 + 1 / 6) ** 0.5, rel=1e-4)
+
+
 def test_one_seed_borrows_the_pooled_spread_and_says_so():
     # Squares about the means: 2 (of 1, 2, 3) and 8 (of 4, 8), on 2 + 1 degrees of freedom; the lone seed adds nothing.
     deviation, dof = pooled_spread([[1, 2, 3], [4, 8], [7]])
@@ -85,6 +90,24 @@ def test_one_seed_borrows_the_pooled_spread_and_says_so():
     assert verdict.interval == pytest.approx((4 - 0.5 * T2, 4 + 0.5 * T2), rel=1e-9)
     assert verdict.verdict == "holds" and "pooled" in verdict.note and "2 d.o.f." in verdict.note
     assert judge(claim("<", 6.1), [4.0], profile="desk", pooled_sd=(0.5, 2)).verdict == "cannot tell at this scale"
+
+
+def test_few_values_without_any_spread_tell_nothing():
+    below = claim(comparison="<", threshold=1.0)
+    assert judge(below, [0.2] * 4, profile="desk").verdict == "cannot tell at this scale"
+    assert judge(below, [0.2] * 5, profile="desk").verdict == "holds"  # five on one side: 1 in 32 by chance
+    assert judge(below, [0.2, 0.4], profile="desk", pooled_sd=(0.0, 3)).verdict == "cannot tell at this scale"
+    for spread in ((np.nan, 3), (0.1, 0), (np.inf, 2)):
+        with pytest.raises(ValueError, match="is no spread"):
+            judge(below, [0.2, 0.4], profile="desk", pooled_sd=spread)
+
+
+def test_printed_digits_do_not_contradict_the_verdict():
+    exact = claim(comparison=">=", threshold=0.125)
+    verdict = judge(exact, 0.12499999, profile="desk", exact=True)
+    assert "0.12499999 (n = 1, desk)" in repr(claim_cards({exact.id: exact}, [verdict]))
+    whole = claim(comparison="<", threshold=2401001)
+    assert "< 2401001" in repr(claim_cards({whole.id: whole}, [judge(whole, 1.0, profile="desk", exact=True)]))
 
 
 def test_the_spread_with_more_degrees_of_freedom_is_taken():

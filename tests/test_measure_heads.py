@@ -96,6 +96,23 @@ def test_streaming_equals_all_maps_at_once(model_and_images, batch):
             assert torch.allclose(torch.tensor(rows[name].values).float(), values, atol=2e-6), name
 
 
+def test_an_image_without_weight_on_patches_is_left_out_of_the_distance():
+    far, parked = torch.zeros(5, 5), torch.zeros(5, 5)
+    far[:, 4] = 1.0  # every query looks at the last of 2 × 2 patches alone: 1.414, 1, 1 and 0 away
+    parked[:, 0] = 1.0  # every query looks at CLS alone
+    model = Maps([torch.stack([far, far, parked])[:, None]], (2, 2), 1)
+    row = measure_heads(model, torch.arange(3.0).view(3, 1, 1, 1)).iloc[0]
+    assert row.distance == pytest.approx((2 + math.sqrt(2)) / 4)
+    assert row.distance_se == pytest.approx(0, abs=1e-6)
+    assert row.leaky == pytest.approx((2 + math.sqrt(2)) / 4 * 2 / 3)
+    assert row.cls == pytest.approx(1 / 3)
+
+
+def test_one_image_has_no_standard_error():
+    model = Maps([torch.full((1, 1, 5, 5), 0.2)], (2, 2), 1)
+    assert math.isnan(measure_heads(model, torch.zeros(1, 1, 1, 1)).distance_se[0])
+
+
 def test_iterables_of_batches_and_the_order_of_images_change_nothing(model_and_images):
     model, images = model_and_images
     whole = measure_heads(model, images)

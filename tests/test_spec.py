@@ -11,6 +11,7 @@ import pytest
 from tiny_runs import CNNConfig
 
 from vitbook.data import Augment
+from vitbook.models.adapters import TimmConfig
 from vitbook.models.vit import ViTConfig
 from vitbook.runs import DESK, PAPER, SMOKE, Profile, Recipe, Run, choose
 from vitbook.runs.spec import canonical, key_of
@@ -46,7 +47,8 @@ def test_an_id_is_the_hash_of_what_differs_from_the_defaults():
 
 def with_field(cls: type) -> type:
     """The class as a later version might have it: of the same name, with one more field."""
-    return dataclasses.make_dataclass(cls.__name__, [("later", float, 0.5)], bases=(cls,), frozen=True)
+    home = {"__module__": cls.__module__}
+    return dataclasses.make_dataclass(cls.__name__, [("later", float, 0.5)], bases=(cls,), namespace=home, frozen=True)
 
 
 def test_a_field_added_later_leaves_older_ids_alone():
@@ -63,7 +65,39 @@ def test_a_field_added_later_leaves_older_ids_alone():
     assert as_later(FULL, later=0.25).id != FULL.id
 
 
+PINNED = {
+    Run: {"recipe": Recipe(), "seed": 0, "limit": None, "shuffle": 0},
+    Recipe: {
+        "epochs": 100, "batch": 128, "lr": 1e-3, "warmup": 10, "min_lr": 0.0, "weight_decay": 0.05,
+        "betas": (0.9, 0.999), "clip": None, "augment": Augment(),
+    },
+    Augment: {
+        "crop": 4, "flip": True, "policy": None, "mixup": 0.0, "cutmix": 0.0, "mix_p": 1.0, "smoothing": 0.0,
+        "jitter": 0.0, "per_image": False, "cut": "paste",
+    },
+    ViTConfig: {
+        "image": 32, "patch": 4, "dim": 192, "depth": 8, "heads": 8, "mlp_ratio": 2, "classes": 100, "pool": "cls",
+        "cls_token": True, "registers": 0, "drop_path": 0.0, "attention": "plain", "positions": True, "refine": False,
+    },
+    TimmConfig: {"image": None, "classes": 100, "options": ()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", PINNED)
+def test_a_default_never_changes(cls: type):
+    """Ids leave defaults out: with another one, an older record would stand for a run that was never made."""
+    now = {f.name: f.default for f in dataclasses.fields(cls)}
+    assert {name: now[name] for name in PINNED[cls]} == PINNED[cls]
+
+
+def test_a_config_from_elsewhere_is_no_config_of_the_book():
+    stranger = dataclasses.make_dataclass("ViTConfig", [], bases=(ViTConfig,), frozen=True)
+    assert Run("cifar10", stranger()).id != DEFAULT.id
+
+
 def test_one_spelling_for_numbers_and_sequences():
+    assert Recipe(augment=Augment(per_image=1)) == Recipe(augment=Augment(per_image=True))
+    assert len({replace(FULL, recipe=Recipe(augment=Augment(per_image=yes))).id for yes in (1, True)}) == 1
     model, recipe = ViTConfig(image=(32, 16), mlp_ratio=4), Recipe(lr=1, clip=2, betas=(0.5, 0.75))
     other = Recipe(lr=1.0, clip=2.0, betas=[0.5, 0.75])
     assert Run("svhn", model, recipe).id == Run("svhn", ViTConfig(image=[32, 16], mlp_ratio=4.0), other).id

@@ -185,7 +185,7 @@ def measure_heads(
     module is measured in evaluation mode, in float32.
 
     Columns, a row a head (means over images and patch queries): ``layer``, ``head``; ``distance`` (renormalised, in
-    ``unit``, as in :func:`patch_distances`) and its standard error over images ``distance_se``; ``leaky`` distance;
+    ``unit``, as in :func:`patch_distances`) and its standard error over images ``distance_se``, NaN of one; ``leaky``;
     ``entropy`` in nats and ``effective`` = e^entropy tokens; the masses ``self``, ``cls``, ``neighbours`` (of the whole
     row, so ≤ 1); ``cls_entropy``, of the CLS query.
     """
@@ -222,8 +222,9 @@ def measure_heads(
                     near.mean(0),
                 ]
             ).double()  # [7,B,H], or [7,B·windows,H]
-            per_image = per_image.unflatten(1, (len(logits), -1)).mean(2)  # [7,B,H]
-            total = torch.cat([per_image.sum(1), per_image[:1].square().sum(1)])
+            per_image = per_image.unflatten(1, (len(logits), -1)).nanmean(2)  # [7,B,H]
+            far = per_image[:1]  # NaN in an image where the head looks at no patch at all, which is left out
+            total = torch.cat([far.nansum(1), per_image[1:].sum(1), far.square().nansum(1), far.isfinite().sum(1)])
             if layer == len(sums):
                 sums.append(total)
             else:
@@ -234,11 +235,12 @@ def measure_heads(
 
 
 def _table(sums: list[Tensor], count: int) -> pd.DataFrame:
-    """Sums over ``count`` images, [8,H] a layer, as the rows of :func:`measure_heads`."""
+    """Sums over ``count`` images, [9,H] a layer, as the rows of :func:`measure_heads`."""
     parts = []
     for layer, total in enumerate(sums):
-        distance, leaky, entropy, cls_entropy, own, cls, near_mass, squares = (total / count).cpu().numpy()
-        spread = (squares - distance**2).clip(min=0) / max(count - 1, 1)
+        leaky, entropy, cls_entropy, own, cls, near_mass = (total[1:7] / count).cpu().numpy()
+        distance, squares = (total[[0, 7]] / total[8]).cpu().numpy()
+        spread = ((squares - distance**2).clip(min=0) / (total[8].cpu() - 1)).numpy()  # of one image: none, NaN
         columns = {"distance": distance, "distance_se": spread**0.5, "leaky": leaky, "entropy": entropy, "self": own}
         part = pd.DataFrame(columns | {"cls": cls, "neighbours": near_mass, "cls_entropy": cls_entropy})
         part.insert(0, "layer", layer)

@@ -140,7 +140,7 @@ def measure_tokens(
     ``model``: called as ``model(images, capture=True) -> (logits, {"block0.out": [B,T,D], …})``; ``grid`` and
     ``prefix`` are the model's own unless given; ``images`` as in :func:`outputs`. Columns, a row a block: ``layer``;
     the means over images ``locality``, ``cls``, ``pairs`` and their standard errors ``locality_se``, ``cls_se``,
-    ``pairs_se``.
+    ``pairs_se``, NaN of one image.
     """
     grid, prefix = places(model, grid, prefix)
     has_cls = prefix > 0 and getattr(model, "has_cls", True)
@@ -158,7 +158,7 @@ def measure_tokens(
         ]
         parts.append(torch.stack(layers).double())
     values = torch.cat(parts, -1).cpu()  # [layers,3,images]
-    spread = (values.var(-1, correction=0) / max(values.shape[-1] - 1, 1)).sqrt()
+    spread = (values.var(-1, correction=0) / (values.shape[-1] - 1)).sqrt()  # of one image: 0/0, NaN
     table = pd.DataFrame({"layer": range(len(values))})
     for i, name in enumerate(("locality", "cls", "pairs")):
         table[name], table[f"{name}_se"] = values[:, i].mean(-1).numpy(), spread[:, i].numpy()

@@ -67,6 +67,11 @@ class Record:
         )
         model = self.run.model
         side = model.patch if unit == "px" else None
+        if isinstance(side, tuple) and side[0] != side[1]:
+            raise ValueError(
+                f"patches of {side[0]} × {side[1]} pixels: distances recorded in patches do not tell those in pixels; "
+                'measure the model itself, measure_heads(record.model(), images, unit="px", patch=…)'
+            )
         scale = patch_distances(model.grid, unit, side).max() / patch_distances(model.grid).max()
         return table.assign(**{k: table[k] * scale.item() for k in ("distance", "distance_se", "leaky")})
 

@@ -103,7 +103,8 @@ def canonical(value: Any) -> Any:
             v = getattr(value, f.name)
             default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
             if default is dataclasses.MISSING or v != default:
-                kept[f.name] = {type(v).__name__: canonical(v)} if f.name == "model" else canonical(v)
+                v = bool(v) if isinstance(default, bool) else v  # 1 == True: equal runs have one id
+                kept[f.name] = {_named(type(v)): canonical(v)} if f.name == "model" else canonical(v)
         return kept
     if isinstance(value, dict):
         return {str(k): canonical(v) for k, v in value.items()}
@@ -116,6 +117,12 @@ def canonical(value: Any) -> Any:
     raise ValueError(
         f"{value!r} of type {type(value).__name__} is no plain data; a spec holds numbers, text, lists and dictionaries"
     )
+
+
+def _named(config: type) -> str:
+    """A config of the book by its name; one from elsewhere with its module, for it may bear the same name."""
+    ours = config.__module__.startswith("vitbook.")
+    return config.__name__ if ours else f"{config.__module__}.{config.__qualname__}"
 
 
 def key_of(spec: dict) -> str:

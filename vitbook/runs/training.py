@@ -91,6 +91,7 @@ def fit(
         "curves": {"epoch": [], "loss": [], "lr": [], "seconds": []}, "measures": [], "scaler": None,
     }  # fmt: skip
     plain["starts"] += 1
+    here = machine(device)  # as this start finds it: files may change while it goes on with what it has loaded
     torch.set_num_threads(plain["threads"])
     with _seeded(run.seed, 0, device):
         model = run.model.build().to(device)
@@ -163,7 +164,7 @@ def fit(
     result = {
         "curves": plain["curves"],
         "measures": plain["measures"],
-        "provenance": provenance(plain, train, test, device),
+        "provenance": provenance(here, plain, train, test),
     }
     return result | {"weights": half(model)} | ({"warmup": warmup} if warmup else {})
 
@@ -275,9 +276,10 @@ def machine(device: str) -> dict:
     }
 
 
-def provenance(plain: dict, train: ImageSet, test: ImageSet, device: str) -> dict:
-    """What a record says of its making."""
-    return machine(device) | {
+def provenance(here: dict, plain: dict, train: ImageSet, test: ImageSet) -> dict:
+    """What a record says of its making; ``here``: the machine and the code, as the last start found them."""
+    return here | {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "threads": plain["threads"], "precision": plain["precision"], "starts": plain["starts"],
         "seconds": round(sum(plain["curves"]["seconds"]), 1),
         "data": {"train": train.fingerprint, "test": test.fingerprint, "images": len(train), "source": train.source},

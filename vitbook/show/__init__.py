@@ -1,7 +1,7 @@
 """Draws and judges plain tables and arrays: figures in one house style, the attention explorer, claims and verdicts."""
 
 from vitbook.show.cards import claim_cards, provenance_line, scoreboard
-from vitbook.show.claims import Claim, Verdict, judge, load_claims, pooled_spread
+from vitbook.show.claims import Claim, Verdict, half_interval, judge, load_claims, pooled_spread
 from vitbook.show.explorer import Explorer
 from vitbook.show.figures import (
     distance_entropy_plane,
@@ -20,6 +20,7 @@ __all__ = [
     "Verdict",
     "claim_cards",
     "distance_entropy_plane",
+    "half_interval",
     "head_grid",
     "heads_by_layer",
     "house_style",

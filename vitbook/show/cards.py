@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from html import escape
 
-from vitbook.show.claims import FAILS, HOLDS, UNJUDGED, UNSURE, Claim, Verdict, number
+from vitbook.show.claims import FAILS, HOLDS, UNJUDGED, UNSURE, Claim, Verdict, digits_of, number
 
 MIME = "application/vnd.vitbook.verdicts+json"
 # Word, symbol and colour together, so that none has to be read alone; white on each colour has a contrast above 4.5.
@@ -30,7 +30,7 @@ class _Cards:
     def __repr__(self) -> str:
         return "\n".join(
             f"{SYMBOLS[verdict.verdict]} {claim.id}: {verdict.verdict}. {claim.sentence} Measured: {claim.quantity}: "
-            f"{measured(verdict)}; asked for: {claim.rule}. Source {claim.source}: {claim.paper}."
+            f"{measured(claim, verdict)}; asked for: {claim.rule}. Source {claim.source}: {claim.paper}."
             for claim, verdict in self._pairs
         )
 
@@ -83,7 +83,7 @@ def scoreboard(
         rows = [["claim", "source", "the source's value", "ours [95 % interval]", "verdict"]]
         for claim in its:
             for verdict in found.get(claim.id, [None]):
-                ours = measured(verdict) if verdict else "–"
+                ours = measured(claim, verdict) if verdict else "–"
                 outcome = f"{SYMBOLS[verdict.verdict]} {verdict.verdict}" if verdict else "not yet run"
                 rows.append([claim.sentence, claim.source, claim.paper, ours, outcome])
         folded.append(
@@ -98,10 +98,11 @@ def _table(rows: list[list]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], ["-"] * len(rows[0]), *lines[1:]])
 
 
-def measured(verdict: Verdict) -> str:
+def measured(claim: Claim, verdict: Verdict) -> str:
     """Value, 95 % interval, seeds and profile of a verdict in one line."""
-    interval = f" [{number(verdict.interval[0])}, {number(verdict.interval[1])}]" if verdict.interval else ""
-    return f"{number(verdict.value)}{interval} (n = {verdict.n}, {verdict.profile})"
+    digits = digits_of(claim, verdict)
+    interval = f" [{', '.join(number(end, digits) for end in verdict.interval)}]" if verdict.interval else ""
+    return f"{number(verdict.value, digits)}{interval} (n = {verdict.n}, {verdict.profile})"
 
 
 class _Line:
@@ -149,7 +150,7 @@ def _card(claim: Claim, verdict: Verdict) -> str:
     rows = [
         ("measured", escape(claim.quantity)),
         (f"source {escape(claim.source)}", f"{escape(claim.paper)} <small>({escape(claim.where)})</small>"),
-        ("ours [95 %]" if verdict.interval else "ours", f"<strong>{escape(measured(verdict))}</strong>"),
+        ("ours [95 %]" if verdict.interval else "ours", f"<strong>{escape(measured(claim, verdict))}</strong>"),
         ("holds if", escape(claim.rule)),
     ]
     if verdict.note:

@@ -3,7 +3,8 @@
 The rule: a claim *holds* (*does not hold*) when the 95 % interval of the quantity, a t interval over seeds, lies wholly
 on the claim's side (on the other side) of the threshold; else one *cannot tell at this scale*. Two or three seeds say
 little of their own spread (two of them: t = 12.7); that of the chapter's replicated configurations, pooled, stands in
-where it has more degrees of freedom.
+where it has more degrees of freedom. Few values that agree to the last digit (layers are counted, not measured) have no
+spread to make an interval of: one cannot tell.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from scipy import stats
 
 HOLDS, FAILS = "holds", "does not hold"
 UNSURE, UNJUDGED = "cannot tell at this scale", "not judged"
+ALIKE = 5  # equal values that tell something without any spread: all on one side by chance, once in 2⁵ = 32 times
 COMPARISONS = ("<", ">", "<=", ">=", "==", "within")
 
 
@@ -46,9 +48,9 @@ class Claim:
     def rule(self) -> str:
         """The rule in symbols, such as "< 0.25" or "within [0.9, 1.1]"."""
         if self.comparison == "within":
-            return f"within [{number(self.threshold[0])}, {number(self.threshold[1])}]"
+            return f"within [{number(self.threshold[0], 12)}, {number(self.threshold[1], 12)}]"
         sign = "=" if self.comparison == "==" else self.comparison
-        return f"{sign} {number(self.threshold)}" + (f" ± {number(self.margin)}" if self.margin else "")
+        return f"{sign} {number(self.threshold, 12)}" + (f" ± {number(self.margin, 12)}" if self.margin else "")
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,15 @@ def pooled_spread(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
     return math.sqrt(squares / dof), dof
 
 
+def half_interval(spread: tuple[float, int], *counts: int) -> float:
+    """Half of a 95 % Student's interval, of a mean over ``counts[0]`` seeds or of a sum or difference of several means.
+
+    `spread` = (sd of one value, its degrees of freedom), as `pooled_spread` gives it; the means share no run.
+    """
+    sd, dof = spread
+    return float(stats.t.ppf(0.975, dof) * sd * math.sqrt(sum(1 / n for n in counts)))
+
+
 def judge(
     claim: Claim,
     values: float | Sequence[float],
@@ -161,16 +172,19 @@ def judge(
     """The verdict on `claim` from `values`, one number a seed.
 
     `pooled_sd` = (sd of one value, degrees of freedom), see `pooled_spread`, stands in for the spread of the values
-    themselves when it has more degrees of freedom; with one seed and without it one cannot tell. `exact=True` compares
-    a single number without chance as it is.
+    themselves when it has more degrees of freedom: give that of runs which scatter like these. With one seed and
+    without it one cannot tell, nor where fewer than five values have no spread at all. `exact=True` compares a single
+    number without chance as it is.
     The profile "smoke" judges nothing. Raises ValueError for no value, for one that is not finite, for several with
-    `exact`, and for "==" without a margin where chance is involved.
+    `exact`, for a spread that is none, and for "==" without a margin where chance is involved.
     """
     seeds = np.atleast_1d(np.asarray(values, dtype=float))
     if seeds.ndim != 1 or not len(seeds) or not np.isfinite(seeds).all():
         raise ValueError(f"claim {claim.id!r}: values must be finite numbers, one a seed, not {values!r}")
     if exact and len(seeds) > 1:
         raise ValueError(f"claim {claim.id!r}: exact compares one number without chance; {len(seeds)} were given")
+    if pooled_sd is not None and not (0 <= pooled_sd[0] < math.inf and pooled_sd[1] >= 1):
+        raise ValueError(f"claim {claim.id!r}: pooled_sd={pooled_sd!r} is no spread with degrees of freedom")
     if claim.comparison == "==" and claim.margin is None and not exact:
         raise ValueError(f"claim {claim.id!r}: no interval can show equality; give the claim a margin")
     value, interval, note = float(seeds.mean()), None, ""
@@ -188,9 +202,11 @@ def judge(
             note = f"{few}; spread pooled over replicated configurations: sd {number(deviation)}, {dof} d.o.f."
         else:
             deviation, dof = seeds.std(ddof=1), n - 1
-        half = float(stats.t.ppf(0.975, dof) * deviation / math.sqrt(n))
+        half = half_interval((float(deviation), dof), n)
         interval = (value - half, value + half)
         verdict = _compare(claim, *interval)
+        if half <= 1e-12 * max(1.0, abs(value)) and n < ALIKE:
+            verdict, note = UNSURE, f"{n} values and no spread: chance cannot be told from agreement"
     return Verdict(claim.id, verdict, value, interval, len(seeds), profile, tuple(records), note)
 
 
@@ -211,6 +227,13 @@ def _compare(claim: Claim, low: float, high: float) -> str:
     return HOLDS if holds else FAILS if fails else UNSURE
 
 
-def number(value: float) -> str:
-    """Four significant digits."""
-    return f"{value:.4g}"
+def number(value: float, digits: int = 4) -> str:
+    """Four significant digits, unless told otherwise."""
+    return f"{value:.{digits}g}"
+
+
+def digits_of(claim: Claim, verdict: Verdict) -> int:
+    """As many digits, four at least, as keep a verdict's printed numbers on their side of the threshold."""
+    ends = verdict.interval or (verdict.value, verdict.value)
+    same = _compare(claim, *ends)
+    return next(n for n in range(4, 18) if _compare(claim, *(float(number(end, n)) for end in ends)) == same)

@@ -15,7 +15,7 @@ const STYLE = `
       padding: 2px; margin: 0; cursor: pointer; }
 .vx button:hover { border-color: #8a867c; }
 .vx button[aria-pressed="true"] { border-color: #0072b2; box-shadow: 0 0 0 1px #0072b2; }
-.vx :focus-visible { outline: 3px solid #e69f00; outline-offset: 2px; }
+.vx :focus-visible { outline: 3px solid #0072b2; outline-offset: 2px; }
 .vx button.vx-cls { padding: 3px 12px; }
 .vx canvas { display: block; width: 100%; border-radius: 3px; image-rendering: pixelated; }
 .vx-images canvas { width: 44px; }
@@ -243,10 +243,11 @@ async function render({ model, el }) {
     canvas.onpointerleave = () => hover(null);
     canvas.onclick = (event) => choose("query", patchAt(event));
     canvas.onkeydown = (event) => {
+      if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return; // the browser's own
       const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[
         event.key
       ] ?? [0, 0];
-      const toCls = spec.prefix > 0 && event.key.toLowerCase() === "c" && !event.ctrlKey && !event.metaKey;
+      const toCls = spec.prefix > 0 && event.key.toLowerCase() === "c";
       if (!down && !right && !toCls) return;
       event.preventDefault();
       event.stopPropagation(); // notebooks and page themes use the same keys

@@ -60,7 +60,8 @@ def distance_entropy_plane(
     uniform: tuple[float, float] | None = None,
     label: str | None = None,
 ) -> Figure:
-    """Every head as a point: distance to the right, entropy upwards, colour by layer; a mapping draws a panel a model.
+    """Every head as a point: distance to the right, entropy upwards, colour by layer; a mapping draws a panel a model,
+    at most four in a row.
 
     `uniform` is the (distance, entropy) of the uniform head, drawn as a cross. Panels share their axes.
     """
@@ -69,8 +70,8 @@ def distance_entropy_plane(
         raise ValueError("no table to draw: give one table of heads, or a mapping of names to tables")
     for table in panels.values():
         _need(table, "layer", "distance", "entropy")
-    columns = min(len(panels), 3)
-    rows = -(-len(panels) // columns)
+    rows = -(-len(panels) // 4)
+    columns = -(-len(panels) // rows)
     figure = new_figure(3.4 if columns == 1 else 2.6 * rows + 0.2, 4.8 if columns == 1 else WIDTH)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     depth = 1 + max(int(table["layer"].max()) for table in panels.values())
@@ -259,7 +260,8 @@ def _layer_axis(axes: Axes, value: str, label: str | None) -> None:
     axes.set_xlabel("layer")
     axes.set_ylabel(label or LABELS.get(value, value))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else a nearly uniform model looks as varied as a local one
+    if axes.dataLim.y0 >= 0:
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else a nearly uniform model looks as varied as a local one
 
 
 def _legend(axes: Axes) -> None:

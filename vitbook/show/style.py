@@ -38,7 +38,7 @@ def house_style() -> None:
             "axes.titlecolor": INK,
             "axes.spines.top": False,
             "axes.spines.right": False,
-            "axes.prop_cycle": cycler(color=PALETTE),
+            "axes.prop_cycle": cycler(linestyle=["-", "--"]) * cycler(color=PALETTE),
             "axes.grid": False,
             "font.size": 9,
             "text.color": INK,
@@ -61,7 +61,7 @@ def house_style() -> None:
 
 def layer_colours(layers: int) -> Colormap:
     """Colours for `layers` ordered layers, shallow to deep: viridis without the end that fades into the paper."""
-    return mpl.colors.ListedColormap(mpl.colormaps["viridis"](np.linspace(0.0, 0.87, layers)))
+    return mpl.colors.ListedColormap(mpl.colormaps["viridis"](np.linspace(0.0, 0.75, layers)))
 
 
 def tidy(table: pd.DataFrame, digits: int = 2) -> pd.DataFrame:
