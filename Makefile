@@ -4,7 +4,7 @@
 #   make test      all tests                          make check    lint, format and pairs, in seconds
 #   make serve     the built site on localhost:8000   make pair     write each chapter's .ipynb from its .py
 #   make bench     how fast, on this machine          make record CHAPTER=03_ladder PROFILE=desk    train and record
-#                                                     … FINISHED=1    train nothing, keep what is finished by now
+#   make oldest    models with the oldest timm        … FINISHED=1    train nothing, keep what is finished by now
 #
 # An active virtual or conda environment, or `PYTHON=/path/to/python`, is used as it is; otherwise .venv is made.
 
@@ -25,13 +25,19 @@ PROFILE ?= desk
 PORT ?= 8000
 BUILD := $(PYTHON) book/build.py
 
-.PHONY: book test check pair record bench serve ready
+.PHONY: book test oldest check pair record bench serve ready
 
 book: ready
 	$(BUILD) book
 
 test: ready
 	$(PYTHON) -m pytest
+
+# The models are written against timm's inside: they are tested with the oldest release that pyproject.toml takes, too.
+OLDEST := $(shell sed -n 's/.*"timm>=\(.*\)".*/timm==\1/p' pyproject.toml)
+oldest: ready
+	test -d .oldest/timm || $(PYTHON) -m pip install -q --no-deps --target .oldest $(OLDEST)
+	PYTHONPATH=.oldest:$(PYTHONPATH) $(PYTHON) -m pytest $(wildcard tests/test_locat*.py) tests/test_adapters.py tests/test_models.py
 
 check: ready
 	$(PYTHON) -m ruff check .

@@ -1,10 +1,20 @@
 """Small models, images and maps with a fixed seed, for several test files."""
 
+import pytest
+import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 SMALL = {"image": 16, "patch": 4, "dim": 24, "depth": 2, "heads": 3, "classes": 7}
+
+
+def where(there: bool, what: str) -> pytest.MarkDecorator:
+    """For tests of what the oldest timm that the book takes has not yet."""
+    return pytest.mark.skipif(not there, reason=f"timm {timm.__version__} has no {what} yet")
+
+
+HAS_DIFF = where(hasattr(timm.layers, "DiffAttention"), "DiffAttention")
 
 
 def stir(model: nn.Module, scale: float = 0.1) -> nn.Module:

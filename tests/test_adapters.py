@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import timm
 import torch
-from small import SMALL, images, largest_difference, stir, timm_vit
+from small import HAS_DIFF, SMALL, images, largest_difference, stir, timm_vit, where
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import ResPostBlock
@@ -92,10 +92,13 @@ def test_capture_of_vits_that_from_timm_refuses(build, prefix, has_cls):
     assert no_trace(model)
 
 
+DINOV3 = where(timm.is_model("vit_small_patch16_dinov3"), "DINOv3")
+
+
 @pytest.mark.parametrize(
     ("name", "options", "prefix", "has_cls", "mid"),
     [
-        ("vit_small_patch16_dinov3", {"img_size": 64}, 5, True, True),
+        pytest.param("vit_small_patch16_dinov3", {"img_size": 64}, 5, True, True, marks=DINOV3),
         ("eva02_tiny_patch14_224", {"img_size": 56}, 1, True, True),
         ("eva_giant_patch14_224", {"img_size": 56, "mlp_ratio": 2}, 1, True, True),
         ("vit_small_patch16_rope_mixed_224", {"img_size": 64}, 1, True, True),
@@ -248,7 +251,10 @@ def test_captured_maps_carry_gradients_and_float32():
         (lambda: nn.Linear(1, 1), r"take a torch\.nn\.modules\.linear\.Linear; it takes timm's VisionTr"),
         (lambda: ViT(**SMALL), r"capture cannot take a vitbook\.models\.vit\.ViT;"),
         (lambda: timm.create_model("convnext_atto"), r"take a timm\.models\.convnext\.ConvNeXt;"),
-        (lambda: timm_vit(attn_layer="diff", num_heads=2), r"the maps of DiffAttention \(block 0\)"),
+        pytest.param(
+            *(lambda: timm_vit(attn_layer="diff", num_heads=2), r"the maps of DiffAttention \(block 0\)"),
+            marks=HAS_DIFF,
+        ),
         (lambda: timm.create_model("vit_base_patch16_xp_224", depth=1), "its block 0, a ParallelScalingBlock, has no"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from small import SMALL, images, largest_difference, stir
+from timm.layers import resample_abs_pos_embed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -169,6 +170,9 @@ def test_resized():
     larger = resized(model, (24, 32))
     assert larger.grid == (6, 8) and model.grid == (4, 4) and larger.pos_embed.shape == (1, 50, 24)
     assert torch.equal(larger.pos_embed[:, :2], model.pos_embed[:, :2])
+    assert largest_difference(larger.pos_embed, resample_abs_pos_embed(model.pos_embed, (6, 8), (4, 4), 2)) <= 1e-6
+    flat = stir(ViT(**SMALL | {"image": (8, 32)}))  # as many patches in another shape are other places
+    assert largest_difference(resized(flat, 16).pos_embed, flat.pos_embed) > 0.01
     x = images(2, 3, 24, 32)
     with torch.no_grad():
         _, kept = larger(x, capture=True)
@@ -201,6 +205,8 @@ def test_jumbo():
     x = images(2, 3, 16, 24)
     fresh = Jumbo(**small)
     assert torch.allclose(fresh(x), torch.tensor(-math.log(7)))
+    gains = torch.cat([getattr(block, f"ls{i}").gamma for block in fresh.blocks for i in (1, 2, 3)])
+    assert torch.equal(gains, torch.full_like(gains, 1e-4))
     model, base = stir(fresh, 0.2), Jumbo(**small, attention="plain", refine=False).eval()
     base.load_state_dict({k: v for k, v in model.state_dict().items() if "gaug" not in k and "patch_norm" not in k})
     with torch.no_grad():

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import timm
 import torch
-from small import SMALL, images, largest_difference, stir, timm_vit
+from small import HAS_DIFF, SMALL, images, largest_difference, stir, timm_vit
 from timm.layers import GluMlp, RmsNorm
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import ResPostBlock
@@ -104,7 +104,7 @@ def test_from_timm_takes_a_name_and_keeps_the_mode():
         ({"attn_drop_rate": 0.1}, "dropout"),
         ({"pos_drop_rate": 0.1}, "dropout"),
         ({"patch_drop_rate": 0.1}, "dropout"),
-        ({"attn_layer": "diff", "num_heads": 2}, "attention class DiffAttention"),
+        pytest.param({"attn_layer": "diff", "num_heads": 2}, "attention class DiffAttention", marks=HAS_DIFF),
         ({"block_fn": ResPostBlock}, "block class ResPostBlock"),
     ],
 )

@@ -182,7 +182,7 @@ def fit_decoder(
             rows, order = order[:batch].to(device), order[batch:]
             truth = masks[rows].long()
             known = truth < classes
-            logits = _upsampled(decoder(features[rows].movedim(-1, 1)), masks.shape[1:])
+            logits = _upsampled(decoder(features[rows].float().movedim(-1, 1)), masks.shape[1:])
             # The sum over labelled pixels and their number, for a batch may be void throughout.
             loss = F.cross_entropy(logits, truth.where(known, -1), ignore_index=-1, reduction="sum")
             optimiser.zero_grad()
@@ -197,7 +197,7 @@ def segment(decoder: nn.Module, features: Tensor, size: Size, *, batch: int = 32
     """The class of each pixel by a trained decoder: features [n,rows,columns,D] → uint8 [n,H,W], (H, W) = ``size``."""
     patch_size(size, features.shape[1:3])
     check_finite(features)
-    parts = [_upsampled(decoder(part.movedim(-1, 1)), size).argmax(1) for part in features.split(batch)]
+    parts = [_upsampled(decoder(part.float().movedim(-1, 1)), size).argmax(1) for part in features.split(batch)]
     return torch.cat([part.to(torch.uint8) for part in parts])
 
 

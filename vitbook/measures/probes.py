@@ -41,7 +41,8 @@ def nearest(queries: Tensor, keys: Tensor, k: int, temperature: float) -> Iterat
     check_finite(queries)
     queries, keys = F.normalize(queries.float(), dim=-1), F.normalize(keys.float(), dim=-1)
     for part in queries.split(max(1, min(CHUNK // len(keys), 4096))):
-        similar, which = (part @ keys.T).topk(k)
+        with torch.autocast(part.device.type, enabled=False):
+            similar, which = (part @ keys.T).topk(k)
         yield (similar / temperature).softmax(-1), which
 
 

@@ -105,6 +105,10 @@ class Captured:
     @contextmanager
     def _hooked(self, kept: dict[str, Tensor]) -> Iterator[None]:
         with ExitStack() as stack:
+            for module in self.model.modules():  # run again on the way back, a layer would be without these hooks
+                if getattr(module, "grad_checkpointing", False):
+                    stack.callback(setattr, module, "grad_checkpointing", True)
+                    module.grad_checkpointing = False
 
             def keep_output(module: nn.Module, name: str, change=lambda t: t):
                 handle = module.register_forward_hook(lambda _, args, out: kept.__setitem__(name, change(out)))
@@ -133,6 +137,13 @@ class Captured:
                 f"images are {x.dtype} {list(x.shape)}; normalised floats [B, 3, rows, columns] are needed, such as "
                 "data.normalise(images, mean, std) gives"
             )
+        if getattr(self.model, "dynamic_img_size", False):
+            here, own = tuple(self.model.patch_embed.dynamic_feat_size(tuple(x.shape[-2:]))), self.grid
+            if here != own and here[0] * here[1] == own[0] * own[1]:
+                raise ValueError(
+                    f"images of {here[0]} × {here[1]} patches, as many as the model's {own[0]} × {own[1]}: a measure "
+                    f"would take one for the other. Tell the model: set_input_size(img_size={tuple(x.shape[-2:])})"
+                )
         modes = [(module, module.training) for module in self.model.modules()]
         kept: dict[str, Tensor] = {}
         try:

@@ -62,14 +62,18 @@ class _AddProduct(torch.autograd.Function):
         ctx.mark_dirty(logits)
         ctx.save_for_backward(one, other)
         ctx.prefix = prefix
-        _among_patches(logits, prefix, one.shape[2:4]).addcmul_(one.to(logits.dtype), other.to(logits.dtype))
-        return logits
+        return _add_product(logits, one, other, prefix)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         one, other = ctx.saved_tensors
         among = _among_patches(grad, ctx.prefix, one.shape[2:4]).to(one.dtype).contiguous()  # once, not in each product
         return grad, among @ other.mT, one.mT @ among, None
+
+
+def _add_product(logits: Tensor, one: Tensor, other: Tensor, prefix: int) -> Tensor:
+    _among_patches(logits, prefix, one.shape[2:4]).addcmul_(one.to(logits.dtype), other.to(logits.dtype))
+    return logits
 
 
 def _among_patches(t: Tensor, prefix: int, grid: Grid) -> Tensor:
@@ -90,7 +94,8 @@ class GaussianBias(nn.Module):
     those between cells, and sides must be even. Evaluation is exact.
 
     Computed in float32 whatever the autocast, given back in the query's type. ``ValueError``: the queries are not of
-    that grid; an odd side where training is coarse; α beyond float16's range when that is the query's type.
+    that grid; an odd side where training is coarse; in evaluation, α beyond float16's range when that is the query's
+    type (in training such a loss is not finite).
     """
 
     outputs = 3  # numbers read from each query
@@ -170,7 +175,7 @@ class GaussianBias(nn.Module):
         grid = self._check(q, grid)
         with nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
             q = q.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
-            # A mean of what was read is what is read from the mean query: both layers are affine.
+            # A mean of what was read is what is read from the mean query: reading is affine.
             width, scale = (self._cells(z, grid) for z in self.read(q, x))
             var, alpha = self.variance(width), self.scale(scale)
         if grid != self.grid:
@@ -181,7 +186,8 @@ class GaussianBias(nn.Module):
 
     def _factors(self, q: Tensor, grid: Grid | None, x: Tensor | None) -> tuple[Tensor, Tensor]:
         var, alpha = self.predict(q, grid, x)
-        if q.dtype == torch.float16 and (largest := alpha.amax().item()) > torch.finfo(q.dtype).max:
+        looked = q.dtype == torch.float16 and not self.training  # in training it would stop the device at every layer
+        if looked and (largest := alpha.amax().item()) > torch.finfo(q.dtype).max:
             raise ValueError(f"α = {largest:.3g} overflows float16 (largest 65504); use bfloat16 or float32")
         offsets = []
         for side in grid or self.grid:
@@ -205,7 +211,10 @@ class GaussianBias(nn.Module):
         Its two factors are rounded to the type of the logits.
         """
         one, other = self._factors(q, grid, x)
-        return _AddProduct.apply(logits, one, other.expand(*one.shape[:4], 1, -1), self.prefix)
+        # Without gradients plainly: torch.compile cannot trace an in-place autograd.Function that needs none.
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (logits, one, other))
+        add = _AddProduct.apply if wanted else _add_product
+        return add(logits, one, other.expand(*one.shape[:4], 1, -1), self.prefix)
 
 
 class AutoScale(GaussianBias):
@@ -218,18 +227,17 @@ class AutoScale(GaussianBias):
         del self.log_alpha
 
     def read(self, q: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        size = (q.square().mean(-1, keepdim=True) + 1e-12).sqrt()  # a zero query has a gradient too
-        return _read(q, self.log_var), size
+        return _read(q, self.log_var), q
 
     def scale(self, z: Tensor) -> Tensor:
-        return z
+        return (z.square().mean(-1, keepdim=True) + 1e-12).sqrt()  # a zero query has a gradient too
 
 
 class NoScale(AutoScale):
     """α_p = 1."""
 
-    def read(self, q: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _read(q, self.log_var), torch.ones_like(q[..., :1])
+    def scale(self, z: Tensor) -> Tensor:
+        return torch.ones_like(z[..., :1])
 
 
 class Isotropic(GaussianBias):

@@ -4,7 +4,7 @@ Both parts can stand alone; both keep every weight the model has. GAug is :class
 """
 
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from timm.layers import AttentionRope, apply_rot_embed_cat
@@ -14,7 +14,7 @@ from timm.models.swin_transformer import SwinTransformer, WindowAttention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitbook.models.attention import refine
+from vitbook.models.attention import GaussianAttention, refine
 from vitbook.models.gaussian import BIASES, GaussianBias
 from vitbook.models.vit import ViT
 
@@ -90,7 +90,12 @@ class _Sequence:
     """What a timm model of tokens in a row needs: layers that know the grid, PRR before tokens are pooled."""
 
     def _pos_embed(self, x: Tensor):
-        grid = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
+        grid, own = (x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size), self.patch_embed.grid_size
+        if self.grad_checkpointing and torch.is_grad_enabled() and tuple(grid) != tuple(own):
+            raise ValueError(
+                f"images of {tuple(grid)} patches with gradient checkpointing, where layers run again with the grid of "
+                "the latest call: tell the model its size, set_input_size(img_size=…), or set_grad_checkpointing(False)"
+            )
         for block in self.blocks:
             block.attn.grid = tuple(grid)
         return super()._pos_embed(x)
@@ -186,6 +191,11 @@ def _add_to_ours(model: ViT, attention: str, refine: bool) -> ViT:
             f"add_locat takes a plain ViT; this one has attention={model.config.attention!r}, "
             f"refine={model.config.refine}: build it with the fields you want, ViT(attention=…, refine=…)"
         )
-    new = ViT(**asdict(replace(model.config, attention=attention, refine=refine)))
-    new.load_state_dict(model.state_dict() | {k: v for k, v in new.state_dict().items() if ".gaug." in k})
-    return new.to(next(model.parameters())).train(model.training)
+    new = deepcopy(model)
+    new.config = replace(model.config, attention=attention, refine=refine)
+    if attention != "plain":
+        for block in new.blocks:
+            bias = BIASES[attention].for_layer(new.config.dim, block.attn.heads, new.grid, new.prefix)
+            block.attn.gaug = bias.to(block.attn.qkv.weight).train(block.attn.training)
+            block.attn.__class__ = GaussianAttention
+    return new

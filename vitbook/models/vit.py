@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import timm
 import torch
-from timm.layers import GELU, DropPath, resample_abs_pos_embed
+from timm.layers import GELU, DropPath
 from timm.models import vision_transformer as timm_vit
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -217,7 +217,9 @@ def resized(model: ViT, image: Size) -> ViT:
     copy = deepcopy(model)
     copy.config, copy.grid = config, config.grid
     if copy.pos_embed is not None:
-        positions = resample_abs_pos_embed(copy.pos_embed.detach(), config.grid, model.grid, model.prefix)
+        front, places = copy.pos_embed.detach().tensor_split([model.prefix], 1)
+        places = F.interpolate(places.mT.unflatten(2, model.grid), config.grid, mode="bicubic", antialias=True)
+        positions = torch.cat([front, places.flatten(2).mT], 1)
         copy.pos_embed = nn.Parameter(positions, copy.pos_embed.requires_grad)
     for block in copy.blocks:
         block.attn.grid = config.grid
