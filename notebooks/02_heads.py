@@ -668,10 +668,10 @@ table[columns].agg(["min", "mean", "max"]).round(3)
 #
 # A value per seed; the interval is Student's, over seeds. With the two seeds of this page it reaches 6.4 times their
 # difference to either side of the mean, so a value has to clear its threshold by far. Two claims are about the number
-# of a layer: where both seeds give the same number, the interval has no width, and the verdict rests on that agreement
-# alone. That is little. Layers 0 to 2 of six count as early, so if every layer were equally likely to be the nearest, two
-# seeds would agree on an early one by chance one time in 12, and entropy would be lowest in the same layer in both one
-# time in 36.
+# of a layer. Where both seeds give the same number there is no spread to make an interval of, and one cannot tell: layers
+# 0 to 2 of six count as early, so if every layer were equally likely to be the nearest, two seeds would agree on an early
+# one by chance one time in 12, and entropy would be lowest in the same layer in both one time in 36. From five values
+# that agree the book takes it.
 
 
 # %%

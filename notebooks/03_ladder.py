@@ -672,8 +672,7 @@ answer.update(Markdown((answered() if whole else waiting) + (f"\n\nClaims: {tall
 #
 # Most steps have one seed. The pooled spread comes from the few that have more, with few degrees of freedom, which is
 # why the intervals on the cards are wide. For quantities that are whole numbers, such as the index of a layer, all
-# replicates may agree; then the spread is nought and the interval has no width. That is agreement among a few runs, not
-# certainty. Eighteen claims are judged at 95 % each, so that one of them going the wrong way by chance is no surprise.
+# replicates may agree; that is agreement among a few runs, not certainty, and one cannot tell. Eighteen claims are judged at 95 % each, so that one of them going the wrong way by chance is no surprise.
 #
 # What the accuracy of a step means also depends on the learning rate, one for all steps here. A rate that suits step 8
 # may not suit step 1, and a warmup that repairs damage at this rate may have nothing to repair at another. That is

@@ -203,10 +203,11 @@ def judge(
         else:
             deviation, dof = seeds.std(ddof=1), n - 1
         half = half_interval((float(deviation), dof), n)
-        interval = (value - half, value + half)
-        verdict = _compare(claim, *interval)
         if half <= 1e-12 * max(1.0, abs(value)) and n < ALIKE:
-            verdict, note = UNSURE, f"{n} values and no spread: chance cannot be told from agreement"
+            verdict, note = UNSURE, "no spread, for all values agree: so few may do so by chance"
+        else:
+            interval = (value - half, value + half)
+            verdict = _compare(claim, *interval)
     return Verdict(claim.id, verdict, value, interval, len(seeds), profile, tuple(records), note)
 
 
