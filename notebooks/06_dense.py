@@ -306,6 +306,7 @@ def kept(measure: str, compute: Callable[[Record], dict], arms=tuple(backbones),
     return {key: entry for key, entry in found.items() if entry is not None}
 
 
+# %% tags=["hide-input"]
 about = {"data": city, "size": size} | protocol
 bare = {"measure": "dense, patch pixels", "patch": runs["ViT", 0].model.patch, "version": 1} | about
 pixels = remember(bare, lambda: dense(None), make=measuring)

@@ -822,14 +822,17 @@ claim_cards(claims, verdicts) if verdicts else missing
 
 
 # %% tags=["hide-input"]
+def how_alike(kind: str) -> str:
+    """Cosine of neighbours' positions and of any pair's, after training."""
+    found = knows(first[kind])
+    return f"{found['neighbours']:.2f} against {found['pairs']:.2f} of any pair (z = {found['z']:.0f})"
+
+
+# %% tags=["hide-input"]
 def answered() -> str:
     """The sentence at the top of the page, made from the records."""
     gaps = {name: (of("positional", name) - of("vanilla", name)).dropna().mean() for name in ("CIFAR-100", "CIFAR-10")}
     lost = {kind: of(kind, 1).mean() - of(kind, 0).mean() for kind in ("ViT", "CNN")}
-    alike = {kind: knows(first[kind]) for kind in ("vanilla", "positional")}
-    alike = {
-        k: f"{a['neighbours']:.2f} against {a['pairs']:.2f} of any pair (z = {a['z']:.0f})" for k, a in alike.items()
-    }
     data = "made-up images" if vits.name == "smoke" else "CIFAR-100"
     return (
         f"**In a ViT of {config.depth} layers × {config.dim}, attention that reads positions alone changes accuracy by "
@@ -837,8 +840,8 @@ def answered() -> str:
         f"{'the same' if vits.name == 'smoke' else 'CIFAR-10'}; with all pixels in other places the ViT changes by "
         f"{lost['ViT']:+.1f} points and the CNN by {lost['CNN']:+.1f}, while shuffling whole patches, done last, "
         f"leaves a ViT's chances as they were. The cosine of neighbours' position embeddings, at the start that of any "
-        f"pair (z = {starts.z.mean():.1f}), ends at {alike['vanilla']}, with positional attention at "
-        f"{alike['positional']}, seed 0.**"
+        f"pair (z = {starts.z.mean():.1f}), ends at {how_alike('vanilla')}, with positional attention at "
+        f"{how_alike('positional')}, seed 0.**"
     )
 
 
@@ -853,9 +856,9 @@ answer.update(Markdown((answered() if ready else waiting) + (f"\n\nClaims: {tall
 # %% [markdown]
 # ## Limits
 #
-# One architecture, smaller than source D's, a quarter of its epochs or fewer, on CIFAR-100 half of the images. Most arms have one
-# seed. The shuffles use one permutation for each size of cells; another one of four quarters may well be harder or
-# easier. All models share one learning rate, and neither the CNN nor positional attention was given the chance to
+# One architecture, smaller than source D's, a quarter of its epochs or fewer, on CIFAR-100 half of the images. Most arms
+# have one seed. The shuffles use one permutation for each size of cells; another one of four quarters may well be harder
+# or easier. All models share one learning rate, and neither the CNN nor positional attention was given the chance to
 # choose its own.
 #
 # Our positional attention is one of several that fit the source's description. A table of positions for every layer, or
