@@ -237,10 +237,11 @@ def measure_heads(
 def _table(sums: list[Tensor], count: int) -> pd.DataFrame:
     """Sums over ``count`` images, [9,H] a layer, as the rows of :func:`measure_heads`."""
     parts = []
-    for layer, total in enumerate(sums):
-        leaky, entropy, cls_entropy, own, cls, near_mass = (total[1:7] / count).cpu().numpy()
-        distance, squares = (total[[0, 7]] / total[8]).cpu().numpy()
-        spread = ((squares - distance**2).clip(min=0) / (total[8].cpu() - 1)).numpy()  # of one image: none, NaN
+    for layer, total in enumerate(total.cpu().numpy() for total in sums):
+        leaky, entropy, cls_entropy, own, cls, near_mass = total[1:7] / count
+        distance, squares = total[[0, 7]] / total[8]
+        with np.errstate(invalid="ignore"):  # of one image there is no spread, of none no distance: NaN
+            spread = (squares - distance**2).clip(min=0) / (total[8] - 1)
         columns = {"distance": distance, "distance_se": spread**0.5, "leaky": leaky, "entropy": entropy, "self": own}
         part = pd.DataFrame(columns | {"cls": cls, "neighbours": near_mass, "cls_entropy": cls_entropy})
         part.insert(0, "layer", layer)
