@@ -8,12 +8,13 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
-from tiny_runs import ask, assert_same, put, same_tensors, start, tiny, undisturbed
+from tiny_runs import CNNConfig, ask, assert_same, put, same_tensors, start, tiny, undisturbed
 
 from vitbook.runs import DamagedRecord, obtain, obtain_many, records, remember, store, training
 
@@ -228,27 +229,28 @@ def test_a_system_that_refuses_every_large_file(tmp_path):
 
 def test_publishing_ships_the_final_weights_of_seed_0_and_the_measures_of_all(monkeypatch, no_training):
     first, second, spec = tiny(0), tiny(1), {"probe": "positions", "version": 1}
-    put(first), put(second)
+    headless = replace(first, model=CNNConfig())
+    put(first), put(second), put(headless)
     both = obtain_many([first, second])
     assert not store.shipped().exists()  # nobody asked for it
     monkeypatch.setenv("VITBOOK_PUBLISH", "1")
     for _ in range(2):
         assert obtain(first, train=False).measures == both[first].measures
-        obtain_many([second])
+        obtain_many([second, headless])
         remember(spec, lambda: {"score": 0.5, "table": {"x": torch.arange(3)}})
     monkeypatch.delenv("VITBOOK_PUBLISH")
     assert_same(obtain(second, train=False), undisturbed(second))  # who trained it has its weights
     shutil.rmtree(store.cache() / "records")
-    shipped = obtain_many([first, second], train=False)
+    shipped = obtain_many([first, second, headless], train=False)
     assert_same(shipped[first], {name: part for name, part in undisturbed(first).items() if name != "warmup"})
-    assert shipped[second].weights is shipped[second].warmup is None
+    assert shipped[second].weights is shipped[second].warmup is shipped[headless].weights is None
     with pytest.raises(ValueError, match=f"the warmup of shapes {first.id} seed 0 are not kept here"):
         shipped[first].model(at="warmup")
     assert shipped[second].measures == undisturbed(second)["measures"]
     with pytest.raises(ValueError, match=f"the weights of shapes {second.id} seed 1 are not kept here"):
         shipped[second].model()
     assert torch.equal(remember(spec, dict, make=False)["table"]["x"], torch.arange(3))
-    assert {p.name for p in store.shipped().iterdir()} == {first.id, second.id, store.key_of(spec)}
+    assert {p.name for p in store.shipped().iterdir()} == {first.id, second.id, headless.id, store.key_of(spec)}
 
 
 def test_remember_computes_once_and_gives_back_what_it_was_given():

@@ -48,7 +48,7 @@ def test_every_record_is_whole_and_named_by_its_run(monkeypatch, tmp_path):
         assert run_of(spec).id == key
         result = store.read(key)
         assert result["curves"]["epoch"][-1] == result["measures"][-1]["epoch"] == run_of(spec).recipe.epochs
-        assert ("weights" in result) == (run_of(spec).seed == 0)
+        assert ("weights" in result) == (run_of(spec).seed == 0 and "heads" in result["measures"][-1])
 
 
 def test_records_stay_small():
@@ -66,7 +66,6 @@ def test_a_shipped_model_measures_as_recorded(chapter, key):
     assert again["accuracy"] == pytest.approx(recorded["accuracy"], abs=3 / len(test))  # a near tie may turn over
     for name in ("nll", "clean_loss"):
         assert again[name] == pytest.approx(recorded[name], rel=1e-4), name
-    if "heads" in recorded:
-        now, then = pd.DataFrame(again["heads"]), pd.DataFrame(recorded["heads"])
-        assert list(now) == list(then) and len(now) == run.model.depth * run.model.heads
-        pd.testing.assert_frame_equal(now, then, check_dtype=False, rtol=1e-3, atol=1e-4)
+    now, then = pd.DataFrame(again["heads"]), pd.DataFrame(recorded["heads"])
+    assert list(now) == list(then) and len(now) == run.model.depth * run.model.heads
+    pd.testing.assert_frame_equal(now, then, check_dtype=False, rtol=1e-3, atol=1e-4)

@@ -80,8 +80,8 @@ class Record:
         weights = getattr(self, at)
         if weights is None:
             raise ValueError(
-                f"the {at} of {describe(self.run)} are not kept here: the book ships the final weights of seed 0, "
-                "and the others stay in the cache of the machine that trained them"
+                f"the {at} of {describe(self.run)} are not kept here: the book ships the final weights of seed 0 "
+                "of models with attention, and all others stay in the cache of the machine that trained them"
             )
         return rebuild(self.run, weights, device)
 

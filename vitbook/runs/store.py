@@ -167,14 +167,16 @@ def recording() -> bool:
 def publish(key: str) -> None:
     """Copies a finished entry of the cache into the book, when ``make record`` asks for it.
 
-    To stay small, the book carries the final weights of seed 0 only; every measure goes along.
+    To stay small, the book carries final weights only, of seed 0, and none of models without attention, which no page
+    looks into; every measure goes along.
     """
     if not recording() or (shipped() / key).exists():
         return
     result, content = read(key), _content(find(key), key)
     run = content["spec"].get("run")
     if isinstance(run, dict):
-        along = () if run.get("seed", 0) else ("weights",)
+        wanted = not run.get("seed", 0) and "heads" in result["measures"][-1]
+        along = ("weights",) if wanted else ()
         result = {name: part for name, part in result.items() if name not in content["files"] or name in along}
     write(content["spec"], result, shipped())
 
