@@ -527,7 +527,7 @@ rows["whole"] = {"ViT (%)": of("ViT", 0).mean(), "CNN (%)": of("CNN", 0).mean()}
 shuffles = pd.DataFrame(rows).T.rename_axis("cells (px)")
 for kind in ("ViT", "CNN"):
     shuffles[f"{kind}, of whole (%)"] = 100 * shuffles[f"{kind} (%)"] / of(kind, 0).mean()
-tidy(shuffles)
+tidy(shuffles.astype({"cells": "Int64"}))
 
 
 # %% tags=["hide-input"]
@@ -629,17 +629,26 @@ rim = F.pad(torch.zeros(grid[0] - 2, grid[1] - 2), (1, 1, 1, 1), value=1).flatte
 border = neighbour_similarity((rim[:, None] == rim).double(), grid)["z"]  # alike on the rim, alike inside, and no more
 
 # %% tags=["hide-input"]
-known = {("untrained", "", f"{len(starts)} starts"): starts.mean()}
+known = {("untrained", f"{len(starts)} starts"): starts.mean()}
 for kind in ("vanilla", "positional"):
     for name in (*sets, uncropped):
         for seed in [s for k, n, s in done if (k, n) == (kind, name)]:
             for at, when in (("warmup", "end of warmup"), ("weights", "trained")):
                 if found := knows((kind, name, seed), at):
-                    known[f"{kind}, {when}", name, f"seed {seed}"] = found
-similar = pd.DataFrame(known).T.rename(columns={"low": "95 % of orders, from", "high": "to"})
+                    known[f"{kind}, {name}", f"{when}, seed {seed}"] = found
+
+
+def listed(found: dict[tuple, dict]) -> pd.DataFrame:
+    """For the page: what :func:`neighbour_similarity` gave, a row each."""
+    table = pd.DataFrame(found).T.round({"z": 1, "z inside": 1}).round(3) + 0.0  # no "-0.0"
+    span = [f"{low:.3f} to {high:.3f}" for low, high in zip(table.pop("low"), table.pop("high"), strict=True)]
+    table.insert(3, "95 % of orders", span)
+    return table
+
+
 print(f"z of {len(starts)} untrained models: {starts.z.mean():.2f} ± {starts.z.std():.2f}")
 print(f"z of a pattern that knows the border and nothing else: {border:.1f}")
-tidy(similar, 3)
+listed(known)
 
 
 # %% tags=["hide-input"]
@@ -651,16 +660,18 @@ def mosaic(similarity: Tensor, grid: tuple[int, int] = grid) -> Tensor:
     return tiles.transpose(1, 2).reshape(rows * (rows + 1), columns * (columns + 1))[:-1, :-1]
 
 
-def draw(panels: dict[str, Tensor], columns: int) -> Figure:
-    """Mosaics of position embeddings [T, D], all in one scale of colours."""
+def draw(panels: dict[str, Tensor | None], columns: int) -> Figure:
+    """Mosaics of position embeddings [T, D], all in one scale of colours; an empty place where there are none."""
     rows = -(-len(panels) // columns)
     figure = new_figure(0.3 + 6.6 / columns * rows)
     places = figure.subplots(rows, columns, squeeze=False)
-    tiles = {name: mosaic(position_similarity(positions)) for name, positions in panels.items()}
-    top = max(tile.nan_to_num(0).abs().max().item() for tile in tiles.values())
+    tiles = {name: p if p is None else mosaic(position_similarity(p)) for name, p in panels.items()}
+    top = max(tile.nan_to_num(0).abs().max().item() for tile in tiles.values() if tile is not None)
     for axes in places.flat:
         axes.set_axis_off()
     for axes, (name, tile) in zip(places.flat, tiles.items(), strict=False):
+        if tile is None:
+            continue
         shown = axes.imshow(tile, cmap="RdBu_r", vmin=-top, vmax=top)
         axes.set_title(name, fontsize=8)
     figure.colorbar(shown, ax=places, shrink=0.6, aspect=30, label="cosine").outline.set_visible(False)
@@ -686,7 +697,6 @@ for kind in pair:
     stages[f"{kind}: untrained"] = untrained[0]  # both start from seed 0
     for at, when in (("warmup", "end of warmup"), ("weights", "trained")):
         stages[f"{kind}: {when}"] = embeddings(first[kind], at)
-stages = {name: positions for name, positions in stages.items() if positions is not None}
 draw(stages, 3) if stages else missing
 
 # %% [markdown]
@@ -694,9 +704,21 @@ draw(stages, 3) if stages else missing
 # well stay as they are drawn. If neighbours become alike, it has to come from the images as the model gets them, by way
 # of gradient descent. Two things there know who is near: the pictures, where what is near belongs together, and the
 # random crops, which shift them by up to one patch, so that the same piece appears now here and now next door. The rows
-# *no crop* tell them apart: that model was trained without the second. That is the real-image side of chapter 07, whose toy model has nothing *but*
-# positional attention.
-#
+# *no crop* tell them apart: that model was trained without the second. That is the real-image side of chapter 07, whose
+# toy model has nothing *but* positional attention.
+
+# %% tags=["hide-input"]
+with_crops, without = (known.get((f"vanilla, {name}", "trained, seed 0")) for name in ("CIFAR-100", uncropped))
+decided = missing
+if with_crops and without:
+    does = "do teach" if without["z"] >= 5 else "do not teach"
+    decided = Markdown(
+        f"With crops, $z$ ends at {with_crops['z']:.1f} ({with_crops['z inside']:.1f} inside), without them at "
+        f"{without['z']:.1f} ({without['z inside']:.1f}): the pictures alone **{does}** who is near."
+    )
+decided
+
+# %% [markdown]
 # What the number does not say: that similar embeddings are *used* to look at neighbours. In vanilla attention a
 # position can also matter because the value at that place tends to be the sky. For positional attention the link is
 # tight, since $A$ is made from $P$; even there $W^q$ and $W^k$ stand between similarity and attention.
@@ -756,8 +778,7 @@ def before_after(key: tuple) -> dict[str, dict[str, float]]:
 
 undoing = {key: before_after(key) for key in done if key[0] == "ViT" and key[1]}
 shuffled = {(f"cells of {k[1]} px", when): row for k, rows in undoing.items() for when, row in rows.items()}
-shuffled = pd.DataFrame(shuffled).T.rename(columns={"low": "95 % of orders, from", "high": "to"})
-tidy(shuffled, 3) if len(shuffled) else missing
+listed(shuffled) if shuffled else missing
 
 # %% [markdown]
 # Where cells are smaller than patches there is no order of patches to undo. Cells of one pixel look like a counter-check:
