@@ -391,14 +391,14 @@ shown = [
     "all heads",
     "neighbours",
 ]
-table = results[shown].groupby("arm").mean().reindex(ordered)
+table = results[shown].groupby("arm").mean().reindex(ordered).rename_axis(None)
 counts = results.groupby("arm").size().reindex(ordered, fill_value=0)
 table.insert(0, "n", counts)
-table.insert(2, "source A's nearest", pd.Series(printed))
+table.insert(2, "source A", pd.Series(printed))
 tidy(table, 3)
 
 # %% [markdown]
-# Means over $n$ seeds. \* by elimination: source A says that AutoAugment alone and smoothing alone change next to
+# Means over $n$ seeds; *source A* has its values of the nearest head. \* by elimination: source A says that AutoAugment alone and smoothing alone change next to
 # nothing and that the smallest value without CutMix is 0.210, so that must be the two together. To read "no effect
 # without CutMix" would then hide a drop by a third, which is why all eight cells are printed here. A head that looks everywhere alike reads
 # 0.418 in the columns of distances, and 0.101 in the last. Layer by layer, in the mean over heads and seeds:
@@ -624,7 +624,7 @@ measures = ("all heads", "neighbours", "first layer", "nearest head", "accuracy"
 replicated = {m: [of(arm, m) for arm in (*cells, *controls) if len(of(arm, m)) > 1] for m in measures}
 scatter = {m: half_interval(pooled_spread(groups), 1, 1) for m, groups in replicated.items() if groups}
 differences.loc["one pair, by chance: within ±"] = pd.Series(scatter)
-tidy(differences.infer_objects(), 3)
+tidy(differences.infer_objects().astype({"n": "Int64"}), 3)
 
 
 # %% tags=["hide-input"]
