@@ -995,6 +995,7 @@ def when() -> str:
     )
 
 
+# %% tags=["hide-input"]
 def answered() -> str:
     """The lines at the top of the page, made from the records."""
     what = f"On {home}, in a ViT of {config.depth} layers × {config.dim}:"
