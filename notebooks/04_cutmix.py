@@ -382,17 +382,8 @@ Markdown(choice() if decided else waits)
 printed = {"Baseline": "0.316", "+AutoAugment": "≈ 0.316", "+Label Smoothing": "≈ 0.316", "−CutMix": "0.210*"}
 printed |= dict.fromkeys(("+CutMix", "−AutoAugment", "−Label Smoothing"), "≤ 0.024") | {"Modern": "0.008"}
 ordered = [name for key, name in sorted(names.items(), key=lambda pair: (pair[0][1], pair[0]))]
-shown = [
-    "accuracy",
-    "nearest head",
-    "10 % quantile",
-    "below half",
-    "first layer",
-    "last layer",
-    "all heads",
-    "neighbours",
-]
-table = results[shown].groupby("arm").mean().reindex(ordered).rename_axis(None)
+shown = ["accuracy", "nearest head", "10 % quantile", "below half", "all heads", "neighbours"]
+table = results[shown].groupby("arm").mean().reindex(ordered).rename_axis(None).round({"accuracy": 1, "below half": 1})
 counts = results.groupby("arm").size().reindex(ordered, fill_value=0)
 table.insert(0, "n", counts)
 table.insert(2, "source A", pd.Series(printed))
@@ -509,8 +500,12 @@ def forest() -> Figure:
 forest() if found else missing
 
 # %% tags=["hide-input"]
-numbers = {(asked[measure], column): rows[column] for measure, rows in found.items() for column in rows}
-tidy(pd.DataFrame(numbers).T, 4) if found else missing
+digits = {measure: 2 if measure == "accuracy" else 3 for measure in found}
+written = {
+    asked[m]: [f"{row.effect:+.{digits[m]}f} ± {row.high - row.effect:.{digits[m]}f}" for _, row in rows.iterrows()]
+    for m, rows in found.items()
+}
+pd.DataFrame(written, index=found["all heads"].index) if found else missing
 
 # %% [markdown]
 # ## The other data sets
@@ -522,10 +517,10 @@ tidy(pd.DataFrame(numbers).T, 4) if found else missing
 # %% tags=["hide-input"]
 home = {"cifar100": "CIFAR-100"}.get(arms["Baseline"].data, f"`{arms['Baseline'].data}`")
 sets = {home: ""} | {other: f", {other}" for other in others}
-columns = [*shown, "its self", "its CLS", "its neighbours"]
+columns = ["accuracy", "first layer", "all heads", "neighbours", "nearest head", "10 % quantile", *looks[4:]]
 rows = {(where, name): f"{name}{end}" for where, end in sets.items() for name in ("Baseline", "+CutMix", "Modern")}
 rows = {key: results.loc[arm, columns].mean() for key, arm in rows.items() if len(of(arm, "all heads"))}
-tidy(pd.DataFrame(rows).T, 3) if rows else missing
+tidy(pd.DataFrame(rows).T.round({"accuracy": 1}), 3) if rows else missing
 
 # %% [markdown]
 # ## When does it appear?
@@ -625,7 +620,7 @@ measures = ("all heads", "neighbours", "first layer", "nearest head", "accuracy"
 replicated = {m: [of(arm, m) for arm in (*cells, *controls) if len(of(arm, m)) > 1] for m in measures}
 scatter = {m: half_interval(pooled_spread(groups), 1, 1) for m, groups in replicated.items() if groups}
 differences.loc["one pair, by chance: within ±"] = pd.Series(scatter)
-tidy(differences.infer_objects().astype({"n": "Int64"}), 3)
+tidy(differences.infer_objects().astype({"n": "Int64"}).round({"accuracy": 1, "clean loss": 2}), 3)
 
 
 # %% tags=["hide-input"]
@@ -952,8 +947,8 @@ def nearer() -> str:
         f"**Nearer?** Pair by pair, CutMix brings all heads nearer on average in {held('mean')}, puts more weight on "
         f"neighbours in {held('neighbours')}, brings the first layer nearer in {held('first')}; the nearest head falls to "
         f"less than half, as in source A, in {held('min')}. Over all eight recipes, with 95 % intervals, it moves the mean "
-        f"distance of all heads by {main_effect('all heads')}, that of the first layer by {main_effect('first layer')} "
-        f"(uniform is {uniform:.3f}), the weight on neighbours by {main_effect('neighbours')}."
+        f"distance of all heads (uniform is {uniform:.3f}) by {main_effect('all heads')}, that of the first layer by "
+        f"{main_effect('first layer')}, the weight on neighbours by {main_effect('neighbours')}."
     )
 
 

@@ -15,6 +15,7 @@ from vitbook.show import (
     house_style,
     layer_profile,
     over_epochs,
+    tidy,
     training_curves,
 )
 
@@ -189,3 +190,12 @@ def test_explorer_refuses_a_choice_outside():
     for name, value in (("head", 2), ("head", -2), ("query", 5), ("layer", 1), ("image", -1)):
         with pytest.raises(traitlets.TraitError, match=f"{name} {value} lies outside"):
             setattr(explorer, name, value)
+
+
+def test_a_tidy_table_has_one_number_of_decimals_a_column_and_dashes_for_what_is_missing():
+    table = pd.DataFrame({"a": [0.3, 0.1906, np.nan], "b": [3.0, 12.0, np.nan], "c": [-0.0001, 1.25, 2.0]})
+    table = table.assign(n=pd.array([1, None, 3], dtype="Int64"), word=["≈ 1", None, "no"], on=[True, False, True])
+    written = tidy(table, 3)
+    assert list(written["a"]) == ["0.300", "0.191", "–"] and list(written["b"]) == ["3", "12", "–"]
+    assert list(written["c"]) == ["0.00", "1.25", "2.00"] and list(written["n"]) == ["1", "–", "3"]
+    assert list(written["word"]) == ["≈ 1", "–", "no"] and list(written["on"]) == [True, False, True]

@@ -65,5 +65,13 @@ def layer_colours(layers: int) -> Colormap:
 
 
 def tidy(table: pd.DataFrame, digits: int = 2) -> pd.DataFrame:
-    """A table for the page: rounded, with a dash for what is not there."""
-    return table.round(digits).astype(object).where(table.notna(), "–")
+    """A table for the page: a column in as many decimals as it needs, at most `digits`; a dash for what is missing."""
+    return table.apply(lambda column: _written(column, digits))
+
+
+def _written(column: pd.Series, digits: int) -> pd.Series:
+    if not pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column):
+        return column.astype(object).where(column.notna(), "–")
+    exact = column.dropna().map(lambda value: f"{value:.{digits}f}".rstrip("0"))
+    needed = exact.map(lambda text: len(text.partition(".")[2])).max() if len(exact) else 0
+    return column.map(lambda value: "–" if pd.isna(value) else f"{round(float(value), needed) + 0.0:.{needed}f}")
