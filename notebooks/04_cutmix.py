@@ -1087,6 +1087,7 @@ def longer_by(measure: str) -> str:
     return f"{(long - long_base) - (short - base):+.3f} ± {half:.3f}"
 
 
+# %% tags=["hide-input"]
 def when() -> str:
     """When heads and accuracy part from Baseline, and what a longer schedule changes."""
     points = [noise.loc[("accuracy", word), "effect"] for word in lengths.values()]
@@ -1113,6 +1114,7 @@ def tally(of_source: bool) -> str:
     return ", ".join(f"{mine.count(kind)} *{kind}*" for kind in sorted(set(mine)))
 
 
+# %% tags=["hide-input"]
 ready = found and len(parts) and scale.name == "desk"
 there, wanted = (len(set(group.values())) for group in (done, runs))
 waiting = f"**The recordings are still being made: {there} of {wanted} runs are there.**"

@@ -191,6 +191,14 @@ def test_decoder_is_a_function_of_its_seed_and_leaves_the_generator_alone():
     assert not any(p.requires_grad for p in a.parameters())
 
 
+def test_decoder_trains_inside_inference_mode():
+    features, masks = torch.randn(4, 2, 2, 3), drawn(4, 4, 4, classes=3)
+    expected = fit_decoder(features, masks, 3, iterations=5, batch=2)
+    with torch.inference_mode():
+        found = fit_decoder(features.clone(), masks.clone(), 3, iterations=5, batch=2)
+    assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), found.parameters(), strict=True))
+
+
 def test_a_void_image_teaches_the_decoder_nothing():
     features, masks = torch.randn(3, 2, 2, 4), drawn(3, 4, 4, classes=3)
     masks[1] = VOID

@@ -4,6 +4,7 @@ import math
 from copy import deepcopy
 
 import pytest
+import timm
 import torch
 from small import SMALL, images, largest_difference, stir, timm_vit
 from torch import nn
@@ -12,7 +13,9 @@ from vitbook.measures.dense import fit_decoder, segment
 from vitbook.measures.probes import nearest
 from vitbook.measures.signals import measure_tokens
 from vitbook.models.adapters import capture
-from vitbook.models.gaussian import AutoScale, GaussianBias
+from vitbook.models.attention import refine
+from vitbook.models.gaussian import AutoScale, FromInput, GaussianBias
+from vitbook.models.jumbo import Jumbo
 from vitbook.models.locat import add_locat
 from vitbook.models.vit import ViT
 
@@ -97,3 +100,34 @@ def test_neighbours_are_exact_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         ((low, there),) = nearest(q, k, 5, 0.02)
     assert torch.equal(weights, low) and torch.equal(which, there)
+
+
+def test_refinement_of_half_precision_tokens_does_not_overflow():
+    tokens = torch.full((1, 17, 24), 200.0)  # 8 · 200² / √8 is beyond float16
+    assert torch.equal(refine(tokens.half(), 3), tokens.half())  # alike tokens stay what they are
+
+
+def test_a_layer_of_timm_knows_its_grid_before_the_model_is_called():
+    base = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64).eval()
+    torch.manual_seed(0)
+    block, x = add_locat(base).eval().blocks[0], torch.randn(2, 17, 192)
+    expected = x + block.attn(block.norm1(x))
+    torch.testing.assert_close(block(x), expected + block.mlp(block.norm2(expected)))
+
+
+def test_variance_from_input_names_an_input_that_does_not_fit():
+    bias = FromInput(8, (4, 4), 1, 24)
+    for wrong in (None, torch.zeros(2, 16, 24), torch.zeros(2, 17, 8)):
+        with pytest.raises(ValueError, match=r"\[B, T, D\] = \[2, 17, 24\]"):
+            bias(torch.zeros(2, 3, 17, 8), x=wrong)
+
+
+def test_jumbo_wants_normalised_images():
+    with pytest.raises(ValueError, match=r"uint8.*normalised \[B, 3, \(16, 16\)\]"):
+        Jumbo(16, 4, 24, 1, 3, 5)(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
+
+
+def test_void_of_minus_one_in_signed_bytes_is_refused():
+    masks = torch.full((1, 2, 2), -1, dtype=torch.int8)  # of which 255, the void value given, is no member
+    with pytest.raises(ValueError, match="masks hold -1, but classes=3 and ignore=255"):
+        fit_decoder(torch.ones(1, 2, 2, 4), masks, 3, ignore=255)

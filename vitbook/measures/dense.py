@@ -55,6 +55,7 @@ def check_masks(masks: Tensor, classes: int, ignore: int | None, what: str = "ma
         )
     if masks.ndim != 3 or masks.is_floating_point():
         raise ValueError(f"{what} are {masks.dtype} {list(masks.shape)}; whole numbers [n, H, W] are needed")
+    masks = masks.long()  # in int8 the value 255 would be the same as -1
     wrong = (masks < 0) | (masks >= classes)
     if ignore is not None:
         wrong &= masks != ignore
@@ -159,7 +160,7 @@ def fit_decoder(
     if not (masks < classes).any():
         raise ValueError("no pixel of the masks has a class: there is nothing to learn")
     device = features.device
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.default_generator.manual_seed(seed)
         decoder = nn.Sequential(
             nn.Conv2d(features.shape[-1], 512, 1), nn.GroupNorm(1, 512), nn.GELU(), nn.Conv2d(512, classes, 1)

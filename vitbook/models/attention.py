@@ -143,6 +143,7 @@ def refine(x: Tensor, heads: int) -> Tensor:
     """
     if x.ndim != 3 or heads < 1 or x.shape[-1] % heads:
         raise ValueError(f"tokens of shape {tuple(x.shape)} do not split into heads={heads}; [B, T, C], C % heads = 0")
-    h = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    wide = x.float() if x.dtype == torch.float16 else x  # squares of tokens can leave its range
+    h = wide.unflatten(-1, (heads, -1)).transpose(1, 2)
     h = (h * h.shape[-1] ** -0.5 @ h.transpose(-2, -1)).softmax(-1) @ h
-    return h.transpose(1, 2).flatten(2)
+    return h.transpose(1, 2).flatten(2).to(x.dtype)

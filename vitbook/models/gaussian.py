@@ -275,8 +275,13 @@ class FromInput(GaussianBias):
         return cls(dim // heads, grid, prefix, dim)
 
     def read(self, q: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        if x is None:
-            raise ValueError("FromInput reads the variance from the layer's input; give it as x=, [B,T,D]")
+        dim = self.log_var.in_features
+        if x is None or x.shape != (len(q), q.shape[2], dim):
+            given = x if x is None else list(x.shape)
+            raise ValueError(
+                f"FromInput reads the variance from the layer's input; give it as x=, [B, T, D] = "
+                f"{[len(q), q.shape[2], dim]}, not {given}"
+            )
         return _read(x[:, None].to(q.dtype), self.log_var), _read(q, self.log_alpha)
 
 

@@ -65,10 +65,10 @@ class Jumbo(nn.Module):
                 f"pieces={pieces}, classes={classes}, attention={attention!r}: at least one piece and class, and "
                 f"plain attention or one of {', '.join(BIASES)} are needed"
             )
-        self.config = c = ViTConfig(
+        c = ViTConfig(
             image, patch, dim, depth, heads, classes=classes, attention=attention, refine=refine
-        )  # what it shares with a ViT, checked there
-        self.grid, self.prefix = c.grid, pieces
+        )  # what its blocks share with a ViT's, checked there
+        self.image, self.heads, self.grid, self.prefix = pair(image), heads, c.grid, pieces
         self.patch_embed = PatchEmbed(pair(patch), dim)
         self.cls_token = nn.Parameter(torch.zeros(1, pieces, dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, c.grid[0] * c.grid[1], dim))
@@ -87,9 +87,9 @@ class Jumbo(nn.Module):
 
     def forward(self, x: Tensor, capture: bool = False):
         """Normalised images [B,3,rows,columns] → logits [B,K]; with ``capture`` (logits, intermediates)."""
-        if x.shape[1:] != (3, *pair(self.config.image)):
+        if x.shape[1:] != (3, *self.image) or not x.is_floating_point():
             raise ValueError(
-                f"images of shape {tuple(x.shape)} do not fit a Jumbo for [B, 3, {pair(self.config.image)}]"
+                f"images of shape {tuple(x.shape)} and {x.dtype} do not fit a Jumbo for normalised [B, 3, {self.image}]"
             )
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), self.patch_embed(x) + self.pos_embed], 1)
         kept = {"embed": x}
@@ -100,6 +100,6 @@ class Jumbo(nn.Module):
         pieces = self.norm(x[:, : self.prefix].flatten(1))
         if self.patch_norm is not None:
             tokens = torch.cat([pieces.unflatten(1, (self.prefix, -1)), self.patch_norm(x[:, self.prefix :])], 1)
-            pieces = refine(tokens, self.config.heads)[:, : self.prefix].flatten(1)
+            pieces = refine(tokens, self.heads)[:, : self.prefix].flatten(1)
         logits = self.head(pieces)
         return (logits, kept) if capture else logits

@@ -180,6 +180,8 @@ def add_locat(model: nn.Module, attention: str = "gaug", refine: bool = True) ->
             prefix = 0 if windowed else model.num_prefix_tokens
             bias = BIASES[attention].for_layer(layer.qkv.in_features, layer.num_heads, grid, prefix)
             layer.gaug = bias.to(layer.qkv.weight).train(layer.training)
+            if not windowed:
+                layer.grid = grid  # for a layer called by itself; a model says its grid before each call
             layer.__class__ = layer_kind
     model.__class__ = kind
     return model
