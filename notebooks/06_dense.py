@@ -723,15 +723,16 @@ claim_cards(claims, verdicts) if verdicts else missing
 
 
 # %% tags=["hide-input"]
+def change(arm: str, base: str = "ViT") -> str:
+    """What an arm changes in the mean IoU of segmentation, with its interval."""
+    pairs = gap(arm, base, "segmentation")
+    half = half_interval(spread["segmentation"], len(pairs), len(pairs))
+    return f"{pairs.mean():+.1f} ± {half:.1f} (n = {len(pairs)})"
+
+
 def answered() -> str:
     """The sentence at the top of the page, made from the records."""
     model, run = runs["ViT", 0].model, runs["ViT", 0]
-
-    def change(arm: str, base: str = "ViT") -> str:
-        pairs = gap(arm, base, "segmentation")
-        half = half_interval(spread["segmentation"], len(pairs), len(pairs))
-        return f"{pairs.mean():+.1f} ± {half:.1f} (n = {len(pairs)})"
-
     return (
         f"**Frozen after {run.recipe.epochs} epochs on "
         f"{dict(cifar100='CIFAR-100').get(run.data, run.data)} at {model.image} px, the patches of a ViT of "
@@ -743,6 +744,7 @@ def answered() -> str:
     )
 
 
+# %% tags=["hide-input"]
 kinds_of = {kind: sum(v.verdict == kind for v in verdicts) for kind in dict.fromkeys(v.verdict for v in verdicts)}
 tally = "; ".join(f"*{kind}* {count}" for kind, count in kinds_of.items())
 ready = all(len(of(arm, "segmentation")) for arm in order) and "segmentation" in spread
