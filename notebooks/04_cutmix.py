@@ -431,6 +431,18 @@ even = {("looking everywhere", ""): even, ("looking everywhere but at itself", "
 table = pd.concat([nearest, pd.DataFrame(even).T])
 tidy(table.astype(dict.fromkeys(looks[1:3], "Int64")), 3) if mine else missing
 
+
+# %% tags=["hide-input"]
+def on_neighbours(kind: str) -> str:
+    """Of Baseline and of +CutMix, what the nearest head gives its neighbours, in the mean over seeds."""
+    both = (of(f"{name}{kind}", "its neighbours") for name in ("Baseline", "+CutMix"))
+    return " and ".join("–" if group.empty else f"{group.mean():.2f}" for group in both)
+
+
+forbidden = {"of the cells": "", "without self": ", no self", "without CLS": ", mean pool"}
+told = "; ".join(f"{which} {on_neighbours(kind)}" for which, kind in forbidden.items())
+Markdown(f"Weight of the nearest head on the neighbours, Baseline and +CutMix: {told}.")
+
 # %% mystnb={"figure": {"caption": "Every head of every cell, seed 0, in source A's plane: near and selective at the lower left, everywhere at the cross. The upper row is without CutMix, below each panel the same recipe with it. In which layers do heads leave the cross, and does the lower row do so more?", "name": "fig-cutmix-plane"}, "image": {"alt": "Eight scatter plots of attention entropy over distance, one a recipe, a dot a head coloured by layer."}} tags=["hide-input"]
 planes = {name: records[done[name, 0]].heads(unit="max") for name in ordered if (name, 0) in done}
 all_eight = len(planes) == len(ordered)
@@ -693,12 +705,18 @@ def worth(arm: str, base: str, measure: str) -> dict[str, str]:
     return {"difference": f"{gap:+.3f} ± {half:.3f}", "comes": comes}
 
 
+def compared_arms(arm: str, base: str) -> str:
+    """A difference of two arms by name; what two variants of one arm share is said once."""
+    (one, _, this), (other, _, that) = arm.partition(", "), base.partition(", ")
+    return f"{one}: {this} − {that}" if one == other and this and that else f"{arm} − {base}"
+
+
 columns = ["all heads", "first layer", "neighbours", "clean loss"]
 pieces = {name: pair for name, pair in isolated.items() if scatter and all(len(of(arm, "all heads")) for arm in pair)}
 parts = pd.DataFrame({(name, m): worth(*pair, m) for name, pair in pieces.items() for m in columns}).T
 if len(parts):
     table = parts["difference"].unstack().reindex(index=list(pieces), columns=columns)
-    table.insert(0, "arms", [f"{arm} − {base}" for arm, base in pieces.values()])
+    table.insert(0, "arms", [compared_arms(*pair) for pair in pieces.values()])
 table if len(parts) else missing
 
 # %% [markdown]
@@ -829,6 +847,20 @@ accounts = pd.DataFrame(accounts).T
 accounts if len(accounts) else missing
 
 # %% [markdown]
+# What we take from this, at `desk`. **A mixed label is what the cut lacks.** With CutMix's own pixels and the label of the
+# larger part alone, heads do not come near; they go out. Add the mixed label to the same pixels, and they come near by
+# all three measures, though the clean loss left at the end is the same. A mixed label over a blend of two images (+MixUp) was not shown to
+# do it, so the label does not do it alone either: +CutMix is ahead of +MixUp in the first layer and on neighbours. **A
+# partial view by itself is not it**: Cutout moves nothing that we could tell, in either direction.
+#
+# **The rival in its plain form fails**, that whatever keeps a model busy brings heads near: *major label* is as busy as
+# +CutMix. But it cannot be sent home. Where there is least to learn it is right: on half of the images, with nothing
+# mixed and nothing cut, Baseline puts less weight on neighbours, by as much as CutMix adds; on twice as many it puts no
+# more. And from 50 epochs to 100, its loss cut by half, Baseline's heads stand still where +CutMix's go on. Pressure may
+# have to come from something that can be *learned*, and a picture that contradicts its label is not that. What these
+# arms cannot separate: more images are more varied ones as well as a loss that lasts, and +CutMix keeps its loss up *by*
+# mixing labels. Cutout, *major label* and both numbers of images are one run each.
+#
 # ## Two heads to remember
 #
 # The nearest head of Baseline and that of Modern, on the same images, from the same query.
@@ -1059,12 +1091,12 @@ def because() -> str:
         place = {"first layer": "the first layer"}.get(measure, measure)
         told.append(f"on {place}, " + "; ".join(f"{word} by {those}" for word, those in which.items() if those))
     spoken = []
-    for account, rows in accounts[near_by[:2]].groupby(level=0, sort=False):
-        both = (f"{sum(column == 'for')} : {sum(column == 'against')}" for _, column in rows.items())
-        spoken.append(f"{account} {' and '.join(both)} of {len(rows)}")
+    for account, rows in accounts.groupby(level=0, sort=False):
+        each = (f"{sum(column == 'for')} : {sum(column == 'against')}" for _, column in rows.items())
+        spoken.append(f"{account} {', '.join(each)} of {len(rows)}")
     return (
         f"**By which part?** Without the other factors: {'; '.join(told)}; the rest cannot be told. How many "
-        f"tests of each account speak for : against it, on all heads and on the first layer: {'; '.join(spoken)}."
+        f"tests of each account speak for : against it, on all heads, the first layer and neighbours: {'; '.join(spoken)}."
     )
 
 
